@@ -34,6 +34,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _MORE_REFUSED = (
     IPv4Network("168.63.129.16/32"),  # a cloud's metadata service at a public address
+    IPv4Network("192.0.0.0/24"),  # and one at an address for protocols, which Python calls global
     IPv4Network("192.88.99.0/24"),  # the rest are ways to other addresses: 6to4, Teredo
     IPv6Network("2001::/32"),
     IPv6Network("2002::/16"),

@@ -7,10 +7,10 @@ without terminal codes.
 `SECRETS` is what this process knows of secrets: API keys where they are read (`Keys`), what key
 commands print, and variables of the environment that are named like secrets. All that is written to
 a run passes through one of its `scrub` methods, which replace each by `[secret NAME]`: as it is, in
-base64 (both alphabets, at any offset), in hexadecimal, percent-encoded, escaped for JSON, and with
-white space, quotes, commas or line breaks within it, also where adjacent texts of one record have
-its parts. The registry is one for the process, as its environment is. A secret is never forgotten:
-texts with a key that was replaced since may still arrive.
+lower or upper case, in base64 (both alphabets, at any offset), in hexadecimal, percent-encoded,
+escaped for JSON, and with white space, quotes, commas or line breaks within it, also where adjacent
+texts of one record have its parts. The registry is one for the process, as its environment is. A
+secret is never forgotten: texts with a key that was replaced since may still arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -159,7 +159,10 @@ _LONG = 2 * _BLOCK - 1
 _BETWEEN = b" \t\n\r\f\v\"'\\,%"
 """Characters that may be within a secret: of line breaks, quotes, escapes and lists."""
 _DROPPED = re.compile(rb"\\[nrt]|[ \t\n\r\f\v\"'\\,%]")
+_DROPPED_ALONE = re.compile(rb"[ \t\n\r\f\v\"'\\,%]")
+"""A backslash before an n may be an escaped line break, or part of no escape before a secret."""
 _PERCENT, _BACKSLASH = re.compile(rb"%[0-9A-Fa-f]{2}"), re.compile(rb"\\[ux][0-9A-Fa-f]{2}")
+_LINE_BREAK = re.compile(rb"\\[nrt]")
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})|\\+u([0-9A-Fa-f]{4})|\\+x([0-9A-Fa-f]{2})")
 
 _SECRET_NAME = re.compile(
@@ -252,13 +255,10 @@ class KnownSecrets:
         forms = self._forms
         if not forms.names:
             return []
-        found: list[Found] = []
-        if forms.may_be_in(_compact(data)):
-            found += _matches(forms, data, range(len(data)), range(1, len(data) + 1))
+        found = [*_search(forms, data, range(len(data)), range(1, len(data) + 1))]
         if _PERCENT.search(data) or _BACKSLASH.search(data):
             decoded, starts, ends = _unescape(data)
-            if forms.may_be_in(_compact(decoded)):
-                found += _matches(forms, decoded, starts, ends)
+            found += _search(forms, decoded, starts, ends)
         return _merged([_with_backslashes(one, data) for one in found])
 
     def scrub(self, text: str) -> str:
@@ -327,6 +327,8 @@ def _forms_of(value: str) -> Iterator[bytes]:
     raw = _utf8(value)
     quoted = quote(raw, safe="")
     texts = [raw, raw.hex().encode(), raw.hex().upper().encode(), quoted.encode()]
+    # Host names are recorded in lower case; other programs fold case too.
+    texts += [_utf8(text) for text in (value.lower(), value.upper()) if _is_telling(text)]
     texts += [_utf8(quote(raw)), re.sub(r"%..", lambda m: m[0].lower(), quoted).encode()]
     for offset in range(3):
         coded = b64encode(b"\0" * offset + raw)
@@ -366,16 +368,28 @@ def _unescape(data: bytes) -> tuple[bytes, list[int], list[int]]:
     return bytes(decoded), starts, ends
 
 
-def _matches(
-    forms: _Forms, data: bytes, starts: Iterable[int], ends: Iterable[int]
+def _search(
+    forms: _Forms, data: bytes, starts: Sequence[int], ends: Sequence[int]
 ) -> Iterator[Found]:
     """The forms in a text. Args: starts, ends: of each byte, in the text that is reported on."""
+    if forms.may_be_in(_compact(data)):
+        yield from _matches(forms, data, starts, ends, _DROPPED)
+    if _LINE_BREAK.search(data) and forms.may_be_in(data.translate(None, _BETWEEN)):
+        yield from _matches(forms, data, starts, ends, _DROPPED_ALONE)
+
+
+def _matches(
+    forms: _Forms,
+    data: bytes,
+    first: Sequence[int],
+    after: Sequence[int],
+    dropped: re.Pattern[bytes],
+) -> Iterator[Found]:
     kept, last = list[int](), 0
-    for match in _DROPPED.finditer(data):
+    for match in dropped.finditer(data):
         kept += range(last, match.start())
         last = match.end()
     kept += range(last, len(data))
-    first, after = list(starts), list(ends)
     for match in forms.pattern.finditer(bytes(data[n] for n in kept)):
         name = forms.names[match[0]]
         yield Found(first[kept[match.start()]], after[kept[match.end() - 1]], name)
@@ -383,7 +397,9 @@ def _matches(
 
 def _with_backslashes(found: Found, data: bytes) -> Found:
     """With the backslashes before it: one of them would escape the mark."""
-    start = len(data[: found.start].rstrip(b"\\"))
+    start = found.start
+    while start and data[start - 1] == _BACKSLASH_CODE:
+        start -= 1
     return found._replace(start=start)
 
 
@@ -414,6 +430,7 @@ def _replaced(texts: list[bytes], found: list[Found]) -> list[str]:
     return replaced
 
 
+_BACKSLASH_CODE = ord("\\")
 _KIND = "type"
 """Of a content part: it would be between the texts of adjacent parts."""
 
@@ -428,11 +445,21 @@ def _collect(value: Any, texts: list[str], keys: list[str]) -> None:
     elif isinstance(value, dict):
         keys += [key for key in value if isinstance(key, str)]
         for key, item in value.items():
-            if key != _KIND:
+            if key == _KIND and isinstance(item, str):
+                keys.append(item)
+            else:
                 _collect(item, texts, keys)
-    elif isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+    elif _has_items(value):
         for item in value:
             _collect(item, texts, keys)
+
+
+def _has_items(value: Any) -> bool:
+    """Whether it is a list of more than numbers, as token ids are."""
+    return isinstance(value, list | tuple) and not _NUMBERS.issuperset(map(type, value))
+
+
+_NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def _rebuild(value: Any, texts: Iterator[str], secrets: KnownSecrets) -> Any:
@@ -446,10 +473,12 @@ def _rebuild(value: Any, texts: Iterator[str], secrets: KnownSecrets) -> Any:
     if isinstance(value, dict):
         return {
             (secrets.scrub(key) if isinstance(key, str) else key): (
-                item if key == _KIND else _rebuild(item, texts, secrets)
+                secrets.scrub(item)
+                if key == _KIND and isinstance(item, str)
+                else _rebuild(item, texts, secrets)
             )
             for key, item in value.items()
         }
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+    if _has_items(value):
         return type(value)([_rebuild(item, texts, secrets) for item in value])
     return value

@@ -101,6 +101,7 @@ def test_an_entry_names_hosts_and_ports(entry: str, host: str, port: int, allowe
         *((one, True) for one in ("93.184.215.14", "2606:2800:21f:cb07::1", "64:ff9b::5db8:d70e")),
         *((one, False) for one in ("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1")),
         *((one, False) for one in ("169.254.169.254", "100.100.100.200", "168.63.129.16")),
+        ("192.0.0.192", False),
         *((one, False) for one in ("0.0.0.0", "0.1.2.3", "224.0.0.1", "255.255.255.255")),
         *((one, False) for one in ("240.0.0.1", "198.18.0.1", "192.0.2.1", "192.88.99.1")),
         *((one, False) for one in ("::", "::1", "fe80::1", "fd00:ec2::254", "fec0::1", "ff02::1")),

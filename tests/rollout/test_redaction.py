@@ -84,6 +84,35 @@ def test_a_record_without_secrets_is_the_same_object(value: dict[str, object]) -
     assert known(KEY).scrub_record(value) is value
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        [1, KEY],
+        (None, 0.5, {"a": KEY}),
+        {"type": KEY},
+        {"type": {"description": KEY}},
+        {"properties": {"type": [KEY]}},
+    ],
+)
+def test_no_place_in_a_record_keeps_a_secret(record: object) -> None:
+    assert KEY not in str(known(KEY).scrub_record(record))
+    assert MARK in str(known(KEY).scrub_record(record))
+
+
+def test_a_secret_in_another_case_is_found_and_a_common_name_is_not() -> None:
+    assert "9xwb4y" not in known("nvapi-Zq8tRk2vLm9xWb4y").scrub(
+        "http://nvapi-zq8trk2vlm9xwb4y.org/"
+    )
+    assert known("MyProject").scrub("myproject and MYPROJECT") == "myproject and MYPROJECT"
+
+
+@pytest.mark.parametrize("before", ["\\", "C:\\", "\\\\", '{"a": "\\\\'])
+def test_a_backslash_before_a_secret_is_not_taken_for_a_line_break(before: str) -> None:
+    key = "nvapi-Zq8tRk2vLm9xWb4y"
+    assert key not in known(key).scrub(f"{before}{key}")
+    assert key not in known(key).scrub(f"{before}n{key}\\n")
+
+
 @given(value=values, text=texts)
 def test_json_stays_json(value: str, text: str) -> None:
     document = json.dumps({"a": f"{text}{value}{text}", "b": [text, value[:3], value[3:]]})
@@ -148,3 +177,9 @@ def test_forms_of_providers_are_found_and_not_shown(text: str, kind: str) -> Non
 )
 def test_similar_text_is_not_found(text: str) -> None:
     assert find_leaks(text) == []
+
+
+@pytest.mark.parametrize("repeated", ["eyJ", "-eyJ", "xoxb-", "AKIA", ".eyJaaaaaaaaaa", "sk-ant-"])
+def test_long_texts_of_an_agent_do_not_hold_up_the_search(repeated: str) -> None:
+    """Time that grows with the square of the length would be hours."""
+    assert len(find_leaks(repeated * 1_000_000)) <= 1
