@@ -50,7 +50,13 @@ from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
 from hermes_rl.definitions import sampling_of
 from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
 from hermes_rl.events import EventLog
-from hermes_rl.messages import Message, conversation_from_openai, to_openai, with_unique_ids
+from hermes_rl.messages import (
+    Message,
+    UserMessage,
+    conversation_from_openai,
+    to_openai,
+    with_unique_ids,
+)
 from hermes_rl.models import NoopClient, Sampling
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.models.providers import Keys, Routes, asks_endpoint, find_keys, targets_of
@@ -157,6 +163,13 @@ def accounts_of(events: Sequence[ev.Event], end: Ended) -> dict[str, Any]:
     row = fold([*events, last])
     usage, calls = msgspec.to_builtins(row.usage), msgspec.to_builtins(row.calls)
     return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}
+
+
+def _prompt(history: list[Message], text: str, *, as_written: bool) -> list[Message]:
+    """The conversation with the user's next message; one that the user wrote stays as it is."""
+    if as_written:
+        return [*history, UserMessage(content=clean(text))]
+    return with_user(history, text)
 
 
 class AIAgent:
@@ -335,9 +348,10 @@ class AIAgent:
             self._open_session()
             if history is not None:
                 own, rest = split_system(conversation_from_openai(history))
-                self._history, system = continuable(rest), system or own
+                self._history, system = rest, system or own
             self._system = clean(system or self._system)
-            return await self._until_done(text, task_id or uuid.uuid4().hex)
+            task_id = task_id or uuid.uuid4().hex
+            return await self._until_done(text, task_id, as_written=history is not None)
         except BaseException:
             self._ended = "error" if self._ended is not None else None
             raise
@@ -345,15 +359,16 @@ class AIAgent:
             self._running = False
 
     async def _until_done(
-        self, text: str, task_id: str
+        self, text: str, task_id: str, *, as_written: bool
     ) -> tuple[dict[str, Any], HermesError | None]:
         """Run; after an interrupt with a message, continue with that."""
         link = await self._open()
         await self._begin_session(link)
         log = EventLog(listener=self._on_event)
         log.events.append(self._begun(link, text, task_id))
+        prompt = _prompt(self._history, text, as_written=as_written)
         while True:
-            first, prompt = len(log.events), with_user(self._history, text)
+            first = len(log.events)
             try:
                 ended = await self._run_once(link, log, prompt, task_id)
             except BaseException:  # cancelled, or a bug: what was paid for is kept all the same
@@ -366,7 +381,7 @@ class AIAgent:
                 self._control.steer(hint)
             if ended.end_reason != "interrupted" or control.message is None:
                 break
-            text = control.message
+            prompt = with_user(self._history, control.message)
         self._ended = ended.end_reason
         await asyncio.to_thread(self._save, ended.end_reason)
         result = {

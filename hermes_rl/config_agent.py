@@ -10,14 +10,7 @@ from pydantic import Field, field_validator
 
 from hermes_rl.config_endpoint import Positive, Seconds, Section, read_text_file
 from hermes_rl.errors import UserError
-from hermes_rl.messages import (
-    AssistantMessage,
-    Message,
-    SystemMessage,
-    ToolMessage,
-    UserMessage,
-    from_openai,
-)
+from hermes_rl.messages import Message, SystemMessage, from_openai
 
 Preset = Literal["interactive", "datagen", "rl"]
 
@@ -99,11 +92,10 @@ class AgentSection(Section):
 
 
 def check_prefill(forms: Sequence[Any], place: str) -> None:
-    """Raises: UserError unless the messages are turns of user and assistant, each tool call with
-    its result, that end with an answer: what a server takes before the user's own message.
+    """Check that each is a message that a prefill may hold; their order is repaired in requests.
+
+    Raises: UserError with the number of the first message that is not.
     """
-    last: Message | None = None
-    owed: set[str] = set()
     for number, form in enumerate(forms, 1):
         at = f"{place} message {number}"
         if not isinstance(form, Mapping):
@@ -112,27 +104,8 @@ def check_prefill(forms: Sequence[Any], place: str) -> None:
             message = from_openai(form)
         except UserError as error:
             raise UserError(f"{at}: {error}") from None
-        owed = _after(last, message, owed, at)
-        last = message
-    if last is not None and (owed or not isinstance(last, AssistantMessage)):
-        raise UserError(f"{place} ends with a question left open. End it with the assistant's text")
-
-
-def _after(last: Message | None, message: Message, owed: set[str], at: str) -> set[str]:
-    """The calls without a result behind a message. Raises: UserError when it cannot stand there."""
-    if isinstance(message, SystemMessage):
-        raise UserError(f"{at} is a system message. Put its text into {_EPHEMERAL}")
-    if isinstance(message, ToolMessage):
-        if message.tool_call_id not in owed:
-            raise UserError(f"{at} answers no tool call before it. Give it that call's id")
-        return owed - {message.tool_call_id}
-    if owed:
-        raise UserError(f"{at}: the tool call {min(owed)} has no result. Add it before")
-    if isinstance(message, UserMessage) != (last is None or isinstance(last, AssistantMessage)):
-        raise UserError(f"{at} is out of turn. Begin with the user, then take turns")
-    if isinstance(message, AssistantMessage):
-        return {call.id for call in message.tool_calls}
-    return set()
+        if isinstance(message, SystemMessage):
+            raise UserError(f"{at} is a system message. Put its text into {_EPHEMERAL}")
 
 
 def _check_json(value: Any, place: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -217,6 +218,39 @@ def _call_from_openai(form: Mapping[str, Any]) -> ToolCall:
     elif not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
     return ToolCall(id=str(form.get("id") or ""), name=function["name"], arguments=arguments)
+
+
+def check_prompt(messages: Sequence[Message]) -> None:
+    """Refuse what no repair can make a prompt of; see `models.prepare` for the repairs.
+
+    Raises: UserError unless the messages end with the user's, of which one has content, and system
+        messages come first.
+    """
+    if not messages or not isinstance(messages[-1], UserMessage):
+        last = f"ends with a message of role {role_of(messages[-1])}" if messages else "is empty"
+        raise UserError(f"the prompt {last}; end it with a user message")
+    if not any(has_content(m) for m in messages if isinstance(m, UserMessage)):
+        raise UserError("the prompt is empty; write what the user says")
+    for place, (before, message) in enumerate(pairwise(messages), 2):
+        if isinstance(message, SystemMessage) and not isinstance(before, SystemMessage):
+            raise UserError(
+                f"message {place} is a system message behind one of role {role_of(before)}; "
+                "put it first"
+            )
+
+
+def has_content(message: UserMessage) -> bool:
+    """Whether a user message has a text that is not blank, or a part of another kind."""
+    if isinstance(message.content, str):
+        return bool(message.content.strip())
+    return any(
+        not isinstance(part.get("text"), str) or part["text"].strip() for part in message.content
+    )
+
+
+def role_of(message: Message) -> str:
+    """The role of a message, as OpenAI's form names it."""
+    return str(message.__struct_config__.tag)
 
 
 def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message]:

@@ -25,7 +25,13 @@ import msgspec
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.identity import canonical, canonical_float, digest, encoded_digest
-from hermes_rl.messages import Message, UserMessage, conversation_from_openai, text_of
+from hermes_rl.messages import (
+    Message,
+    UserMessage,
+    check_prompt,
+    conversation_from_openai,
+    text_of,
+)
 
 _TEXTS = ("system", "image", "cwd", "setup", "oracle", "distribution")
 _LISTS = ("requires", "toolsets")
@@ -244,10 +250,9 @@ def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
         raise TaskFault("'prompt' must be text or a list of {role, content} messages")
     try:
         messages = tuple(conversation_from_openai(_without_nulls(m) for m in prompt))
+        check_prompt(messages)
     except ValueError as error:
         raise TaskFault(f"'prompt': {error}") from error
-    if not isinstance(messages[-1], UserMessage):
-        raise TaskFault("'prompt' must end with a user message")
     return messages
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Progress
     from hermes_rl.agent.policy import PRESETS, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
-    from hermes_rl.agent.run import Control, check_roles, run_agent, tool_meant, wall_limit
+    from hermes_rl.agent.run import Control, run_agent, tool_meant, wall_limit
     from hermes_rl.agent.session import (
         FileSession,
         Session,

@@ -38,7 +38,9 @@ from hermes_rl.messages import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    check_prompt,
 )
+from hermes_rl.models.prepare import repaired_roles
 from hermes_rl.text import clean, cut_middle, to_json
 from hermes_rl.tools import Tool, ToolContext, ToolResult, read_arguments
 
@@ -54,7 +56,7 @@ async def run_agent(
         prompt: the conversation so far, ending with the user.
         control: lets others interrupt or steer the run.
 
-    Raises: Interrupted; Stalled at the wall limit; UserError for a prompt out of order; ModelError
+    Raises: Interrupted; Stalled at the wall limit; UserError as `check_prompt`; ModelError
         and SandboxError when infrastructure failed.
     """
     control = control or Control()
@@ -67,10 +69,12 @@ async def run_agent(
 def begin(parts: AgentParts, prompt: Sequence[Message]) -> RunState:
     """The state of a run whose next step is a model call.
 
-    Raises: UserError when the prompt's roles are out of order, or a tool lacks its sandbox.
+    Raises: UserError for a prompt that does not end with the user, or a tool without its sandbox.
     """
     if parts.resumed is None:
-        check_roles(prompt)
+        if not parts.policy.repair_history:  # then the record has to be what is sent
+            prompt = repaired_roles(prompt)
+        check_prompt(prompt)
     homeless = [tool.name for tool in parts.tools.values() if tool.needs_sandbox]
     if homeless and parts.sandbox is None:
         raise UserError(f"the tools {', '.join(homeless)} need a sandbox; give one, or no tools")
@@ -85,38 +89,6 @@ def begin(parts: AgentParts, prompt: Sequence[Message]) -> RunState:
         run.add(message)
     run.prompt_length = len(run.conversation)
     return run
-
-
-def check_roles(messages: Sequence[Message]) -> None:
-    """Raises: UserError unless the roles are [system] user (assistant tool*)... user."""
-    if not messages:
-        raise UserError("the prompt is empty; give at least a user message")
-    last: Message | None = None
-    for place, message in enumerate(messages, 1):
-        if not _may_follow(last, message):
-            before = f"after {_role(last)}" if last else "first"
-            raise UserError(
-                f"prompt message {place}: a {_role(message)} message cannot stand {before}; "
-                "user and assistant alternate, tool results follow their calls"
-            )
-        last = message
-    if not isinstance(last, UserMessage):
-        raise UserError(f"the prompt ends with a {_role(last)} message; end it with the user's")
-
-
-def _may_follow(last: Message | None, message: Message) -> bool:
-    if isinstance(message, SystemMessage):
-        return last is None
-    if isinstance(message, UserMessage):
-        return not isinstance(last, UserMessage)
-    if isinstance(message, ToolMessage):
-        called = isinstance(last, AssistantMessage) and bool(last.tool_calls)
-        return called or isinstance(last, ToolMessage)
-    return isinstance(last, UserMessage | ToolMessage)
-
-
-def _role(message: Message | None) -> str:
-    return "no" if message is None else str(message.__struct_config__.tag)
 
 
 async def run_turns(run: RunState, control: Control) -> str:

@@ -135,17 +135,20 @@ async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
     ("prompt", "said"),
     [
         ([], "the prompt is empty"),
-        ([AssistantMessage(content="hi")], "assistant message cannot stand first"),
-        ([UserMessage(content="a"), UserMessage(content="b")], "user message cannot stand after"),
-        ([UserMessage(content="a"), AssistantMessage(content="b")], "ends with a assistant"),
-        ([UserMessage(content="a"), SystemMessage(content="b")], "system message cannot stand"),
+        ([AssistantMessage(content="hi")], "ends with a message of role assistant"),
+        ([UserMessage(content=" ")], "the prompt is empty; write"),
+        ([UserMessage(content="a"), AssistantMessage(content="b")], "message of role assistant"),
+        (
+            [UserMessage(content="a"), SystemMessage(content="b"), UserMessage(content="c")],
+            "message 2 is a system message behind one of role user; put it first",
+        ),
         (
             [UserMessage(content="a"), ToolMessage(tool_call_id="1", name="x", content="")],
-            "tool message cannot stand after user",
+            "the prompt ends with a message of role tool; end it with a user message",
         ),
     ],
 )
-async def test_prompts_out_of_order(rig: Any, prompt: list[Any], said: str) -> None:
+async def test_prompts_that_no_repair_completes(rig: Any, prompt: list[Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         await rig.run(prompt)
 

@@ -11,15 +11,22 @@ from hermes_rl.agent import (
     LATEST,
     PRESETS,
     WORDINGS,
-    check_roles,
     continuable,
     preset,
     system_prompt,
     with_user,
 )
 from hermes_rl.errors import UserError
-from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+    check_prompt,
+)
 from hermes_rl.models import Sampling
+from hermes_rl.models.prepare import repaired_roles
 
 SETTINGS = ("command_timeout_s", "name", "invalid_turn_limit", "sampling", "wording")
 
@@ -88,7 +95,7 @@ def call(n: int) -> ToolCall:
 
 
 TURN = st.one_of(
-    st.builds(lambda t: [AssistantMessage(content=t)], st.text(max_size=3)),
+    st.builds(lambda t: [AssistantMessage(content=t)], st.text("ab", min_size=1, max_size=3)),
     st.builds(
         lambda n, t: [
             AssistantMessage(content=t, tool_calls=tuple(call(i) for i in range(n))),
@@ -111,8 +118,8 @@ def test_any_end_can_be_gone_on_from(turns: list[list[Message]], dangling: bool)
         history.append(AssistantMessage(content="", tool_calls=(call(9),)))
     kept = continuable(history)
     prompt = with_user(kept, "go on")
-    check_roles(prompt)
-    assert isinstance(prompt[-1], UserMessage)
+    assert repaired_roles(prompt) == prompt
+    check_prompt(prompt)
     assert str(prompt[-1].content).endswith("go on")
     if isinstance(kept[-1], AssistantMessage):
         assert not kept[-1].tool_calls

@@ -66,12 +66,6 @@ def test_they_can_be_set_on_the_command_line(tmp_path: Path) -> None:
         ({"prefill": ["hi"]}, "'agent.prefill' message 1 is 'hi': write an object"),
         ({"prefill": [{"role": "wat"}]}, "message 1: message with role 'wat': use"),
         ({"prefill": [{"role": "system", "content": "s"}]}, "Put its text into agent.ephemeral"),
-        ({"prefill": SHOTS[:1]}, "ends with a question left open. End it"),
-        ({"prefill": SHOTS[:2]}, "ends with a question left open. End it"),
-        ({"prefill": SHOTS[3:]}, "message 1 is out of turn. Begin with the user"),
-        ({"prefill": [*SHOTS, *SHOTS[3:]]}, "message 5 is out of turn"),
-        ({"prefill": [*SHOTS[:2], SHOTS[3]]}, "message 3: the tool call c1 has no result"),
-        ({"prefill": [SHOTS[0], SHOTS[2]]}, "message 2 answers no tool call before it"),
         ({"prefill": [{"role": "user", "content": "x", "n": float("nan")}]}, "NaN"),
     ],
 )
@@ -87,7 +81,7 @@ def test_bad_input_is_one_line(keys: dict[str, Any], says: str) -> None:
         (b"[\n{]", r"shots.json:2: not valid JSON"),
         (b"\xff", "not valid UTF-8 text"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'[{"role": "tool"}]', r"shots.json message 1 answers no tool call"),
+        (b'[{"role": "tol"}]', r"shots.json message 1: message with role 'tol'"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, content: bytes, says: str) -> None:
@@ -113,4 +107,4 @@ def test_whatever_is_written_is_taken_or_refused(forms: list[Any]) -> None:
         check_prefill(forms, "here")
     except UserError as error:
         refused = str(error)
-    assert refused.startswith("here") or not forms or forms[-1]["role"] == "assistant"
+    assert refused.startswith("here") or all("role" in form for form in forms)

@@ -16,6 +16,7 @@ from hermes_rl.messages import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    has_content,
     parse_arguments,
 )
 from hermes_rl.models import Conversation, ModelRequest
@@ -27,6 +28,7 @@ from hermes_rl.models.prepare import (
     outgoing,
     prepare,
     repaired_arguments,
+    repaired_roles,
     without_grammar,
 )
 
@@ -79,7 +81,7 @@ def user(text="hi"):
     return UserMessage(content=text)
 
 
-def said_by_model(content="", *call_ids, arguments="{}", **fields):
+def answer(content="", *call_ids, arguments="{}", **fields):
     made = tuple(ToolCall(id=i, name="t", arguments=arguments) for i in call_ids)
     return AssistantMessage(content=content, tool_calls=made, **fields)
 
@@ -101,6 +103,8 @@ def check_order(messages):
         if isinstance(message, AssistantMessage):
             waiting = [c.id for c in message.tool_calls]
             assert message.tool_calls or message.content.strip()
+        elif isinstance(message, UserMessage):
+            assert has_content(message)
         assert type(before) is not type(message)
         before = message
     assert waiting == []
@@ -254,7 +258,7 @@ def test_canonical_json_means_the_same(value):
 
 
 def test_arguments_are_sorted_and_compact():
-    (sent,) = prepare([said_by_model("", "1", arguments='{"b": {"d": 1, "c": 2}, "a": "é"}')])[:1]
+    (sent,) = prepare([answer("", "1", arguments='{"b": {"d": 1, "c": 2}, "a": "é"}')])[:1]
     assert sent.tool_calls[0].arguments == '{"a":"é","b":{"c":2,"d":1}}'
 
 
@@ -262,7 +266,7 @@ def test_arguments_are_sorted_and_compact():
 
 
 def test_the_ephemeral_layer_and_the_prefill_are_sent_and_not_stored():
-    shown = (user("example"), said_by_model("so"))
+    shown = (user("example"), answer("so"))
     asking = request(SystemMessage(content="s"), user(), ephemeral="today", prefill=shown)
     ready = outgoing(asking)
     assert list(ready.messages) == [SystemMessage(content="s\n\ntoday"), *shown, user()]
@@ -274,10 +278,38 @@ def test_the_ephemeral_layer_and_the_prefill_are_sent_and_not_stored():
 
 
 def test_an_ephemeral_layer_needs_no_system_prompt():
-    ready = outgoing(request(user(), ephemeral="today", prefill=(said_by_model("so"),)))
-    assert list(ready.messages) == [SystemMessage(content="today"), said_by_model("so"), user()]
+    ready = outgoing(request(user(), ephemeral="today", prefill=(answer("so"),)))
+    assert list(ready.messages) == [SystemMessage(content="today"), answer("so"), user()]
     assert [m for m in ready.encoded("x", lambda m: m.content.encode())] == [b"today", b"so", b"hi"]
     assert outgoing(request(user())).system is None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_broken_prefill_is_repaired(exact):
+    shown = (result("9", "lost"), answer("a", "1"), user("b"), user("c"))
+    asking = request(SystemMessage(content="s"), user(), answer("so"), prefill=shown,
+                     ephemeral="now", exact=exact)  # fmt: skip
+    ready = outgoing(asking)
+    lost = user("[Result of a tool call that is not part of this conversation]\nlost")
+    first = answer("a", "1")
+    stub = result("1", "No result: the call was interrupted.")
+    system = SystemMessage(content="s\n\nnow")
+    assert list(ready.messages) == [
+        system, lost, first, stub, user("b\n\nc\n\nhi"), answer("so"),
+    ]  # fmt: skip
+    assert list(ready.encoded("x", lambda m: repr(m).encode())) == [
+        repr(m).encode() for m in ready.messages
+    ]
+
+
+@few
+@given(histories)
+def test_the_roles_of_a_prompt_are_repaired_and_nothing_else(history):
+    sent = repaired_roles(history)
+    check_order(sent)
+    assert repaired_roles(sent) == sent
+    whole = [a for m in history if isinstance(m, AssistantMessage) for a in m.tool_calls]
+    assert [a for m in sent if isinstance(m, AssistantMessage) for a in m.tool_calls] == whole
 
 
 def test_adaptations():
@@ -293,7 +325,7 @@ def test_adaptations():
         {"type": "reasoning", "encrypted_content": "e"},
         {"type": "reasoning.text", "text": "t"},
     ]
-    thought = said_by_model("x", reasoning_details=details)
+    thought = answer("x", reasoning_details=details)
     (kept,) = prepare([thought], adaptations=frozenset({"no_signatures"}))
     assert kept.reasoning_details == details[1:2]
     (kept,) = prepare([thought], adaptations=frozenset({"no_encrypted_reasoning"}), exact=True)
@@ -322,8 +354,8 @@ def test_schemas_without_grammar_keep_properties_of_that_name():
 
 def test_cache_marks_are_the_system_prompt_and_the_last_three_that_can_carry_one():
     history = [
-        SystemMessage(content="s"), user("1"), said_by_model("", "a"), result("a", ""),
-        said_by_model("2", "b"), result("b"), user("3"),
+        SystemMessage(content="s"), user("1"), answer("", "a"), result("a", ""),
+        answer("2", "b"), result("b"), user("3"),
     ]  # fmt: skip
     assert cache_marks(history) == [0, 4, 5, 6]
     assert cache_marks(history, tools=False) == [0, 1, 4, 6]

@@ -9,7 +9,10 @@ from hermes_rl.lazy import attach
 if TYPE_CHECKING:
     from hermes_rl.models.prepare.images import MOST_BYTES, MOST_SIDE, can_shrink
     from hermes_rl.models.prepare.pipeline import (
+        NO_CONTENT,
         NO_IMAGE,
+        NO_RESULT,
+        ORPHAN,
         REPAIRS,
         Outgoing,
         blocks_of,
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
         outgoing,
         prepare,
         repaired_arguments,
+        repaired_roles,
         says_something,
         small_images,
         without_grammar,

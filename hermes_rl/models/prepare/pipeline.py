@@ -11,10 +11,12 @@ Every dialect builds its body from `outgoing(request)`, never from the conversat
 Steps, in this order: repair the arguments of tool calls; repair the alternation of roles; put the
 ephemeral layer behind the system prompt; drop internal fields; put the prefill after the system
 prompt; pair tool results with their calls; drop assistant turns that hold only thinking, and merge
-the neighbours that this makes; write arguments as canonical JSON; clean half surrogates; last, what
-`request.adaptations` ask for. Cache markers are the dialect's, since each has its own: they are put
-on copies of a few messages' bytes. What needs no change stays the same object, so that its bytes
-are reused. With `request.exact` only the ephemeral layer, the prefill and the adaptations remain.
+the neighbours that this makes; fill empty user messages; write arguments as canonical JSON; clean
+half surrogates; last, what `request.adaptations` ask for. Cache markers are the dialect's, since
+each has its own: they are put on copies of a few messages' bytes. What needs no change stays the
+same object, so that its bytes are reused. With `request.exact` only the ephemeral layer, the
+prefill (repaired like any history) and the adaptations remain; `repaired_roles` then repairs the
+prompt before the first request.
 
 Tool schemas: `without_grammar`. What images may cost: `ready.image_tokens(model)`.
 """
@@ -41,6 +43,7 @@ from hermes_rl.messages import (
     ToolCall,
     ToolMessage,
     UserMessage,
+    has_content,
     parse_arguments,
 )
 from hermes_rl.models.base import Adaptation, ModelRequest, View
@@ -205,6 +208,10 @@ _SIGNED = ("thinking", "redacted_thinking")
 
 NO_RESULT = "No result: the call was interrupted."
 """Stands for the result of a call that has none."""
+ORPHAN = "[Result of a tool call that is not part of this conversation]"
+"""Introduces the text of a tool result without a call."""
+NO_CONTENT = "(no content)"
+"""Stands for the content of an empty user message."""
 
 
 def alternate(messages: list[Message]) -> list[Message]:
@@ -230,28 +237,41 @@ def alternate(messages: list[Message]) -> list[Message]:
 
 
 def pair_results(messages: list[Message]) -> list[Message]:
-    """Each tool result follows the message with its call: results without a call are left out, a
-    call without a result gets `NO_RESULT`."""
+    """Each tool result follows the message with its call: a call without a result gets `NO_RESULT`,
+    and a result without a call becomes a user message behind the results of its place."""
     out: list[Message] = []
     waiting: list[tuple[str, str]] = []
+    orphans: list[Message] = []
     for message in messages:
         if isinstance(message, ToolMessage):
             found = next((w for w in waiting if w[0] == message.tool_call_id), None)
             if found is not None:
                 waiting.remove(found)
                 out.append(message)
+            elif message.content.strip():
+                orphans.append(UserMessage(content=f"{ORPHAN}\n{message.content}"))
             continue
-        out += _stubs(waiting)
-        waiting = []
+        out += _stubs(waiting) + orphans
+        waiting, orphans = [], []
         if isinstance(message, AssistantMessage):
             waiting = [(call.id, call.name) for call in message.tool_calls]
         out.append(message)
-    return out + _stubs(waiting)
+    return out + _stubs(waiting) + orphans
 
 
 def drop_thinking_only(messages: list[Message]) -> list[Message]:
     """Assistant messages without text and calls are left out: providers refuse them."""
     return [m for m in messages if not isinstance(m, AssistantMessage) or says_something(m)]
+
+
+def fill_empty(messages: list[Message]) -> list[Message]:
+    """A user message without any content gets `NO_CONTENT`: most providers refuse it otherwise."""
+    return [
+        UserMessage(content=NO_CONTENT)
+        if isinstance(message, UserMessage) and not has_content(message)
+        else message
+        for message in messages
+    ]
 
 
 def says_something(message: AssistantMessage) -> bool:
@@ -446,13 +466,13 @@ def _clean_part(part: dict[str, Any]) -> dict[str, Any]:
 
 Step = Callable[[list[Message]], list[Message]]
 
+_ROLES: tuple[Step, ...] = (pair_results, drop_thinking_only, alternate, fill_empty)
+
 REPAIRS: tuple[Step, ...] = (
     repair_arguments,
     alternate,
     drop_internal,
-    pair_results,
-    drop_thinking_only,
-    alternate,
+    *_ROLES,
     canonical_arguments,
     clean_surrogates,
 )
@@ -476,6 +496,16 @@ def prepare(
 ) -> list[Message]:
     """The messages as they are sent, but for the ephemeral layer and the prefill. Idempotent."""
     return _pipeline(exact, adaptations).run(list(messages))
+
+
+def repaired_roles(messages: Sequence[Message]) -> list[Message]:
+    """The messages with roles that alternate and each call beside its result, for a request that is
+    otherwise sent as it is stored (`exact`). What needs no repair is the same object. Idempotent.
+    """
+    repaired = alternate(list(messages))
+    for step in _ROLES:
+        repaired = step(repaired)
+    return repaired
 
 
 @dataclass(frozen=True)
@@ -545,10 +575,14 @@ def outgoing(request: ModelRequest) -> Outgoing:
         ]
         added.append((place, stands_for))
         lead = place + 1
-    for message in request.prefill:
-        place = lead + len(added) - bool(request.ephemeral)
-        out[place:place] = [message]
-        added.append((place, 0))
+    ahead = _pipeline(False, request.adaptations).run(list(request.prefill))
+    joined = alternate([ahead[-1], out[lead]]) if ahead and lead < len(out) else []
+    merged = len(joined) == 1
+    if merged:  # the prefill ends with the role that the conversation begins with
+        ahead[-1:] = joined
+    out[lead : lead + merged] = ahead
+    for place in range(lead, lead + len(ahead)):
+        added.append((place, 1 if merged and place == lead + len(ahead) - 1 else 0))
     return Outgoing(out, lead, tuple(added), view)
 
 

@@ -37,7 +37,7 @@ from hermes_rl.messages import (
     parse_arguments,
 )
 from hermes_rl.models.base import CacheTime, Completion, ModelRequest, Sampling
-from hermes_rl.models.prepare import Outgoing, cache_marks, outgoing
+from hermes_rl.models.prepare import NO_CONTENT, Outgoing, cache_marks, outgoing
 from hermes_rl.models.wire.anthropic_answers import AT, THINKING, StreamDecoder, read_body
 from hermes_rl.models.wire.base import JSON_HEADERS, MessageDialect
 from hermes_rl.models.wire.decoding import EventDecoder, Reading
@@ -71,9 +71,6 @@ _LEAST_TOP_P = 0.95
 TAIL = b"]}]}"
 """The last bytes of every body. Apart from cache markers, a turn's body without them begins the
 next turn's."""
-
-NO_CONTENT = "(no content)"
-"""Stands for a user message without any text: the API refuses a message without content."""
 
 _NOT_IN_ID = re.compile(r"[^a-zA-Z0-9_-]")
 
