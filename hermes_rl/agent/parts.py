@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from hermes_rl.agent.policy import Limits, Policy
+from hermes_rl.agent.policy import Budget, Limits, Policy
 from hermes_rl.agent.prompt import WORDINGS, Messages
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
@@ -75,6 +75,10 @@ class AgentParts:
     ends when it gives None. Sees the whole conversation, the system message first."""
     env: dict[str, Any] = field(default_factory=dict)
     """What tools find as `ToolContext.env`."""
+    tool_state: dict[str, Any] = field(default_factory=dict)
+    """What tools find as `ToolContext.state`."""
+    budget: Budget | None = None
+    """Turns that this run shares with others."""
     active_s: float = 0.0
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
     fatal_commands: tuple[str, ...] = ()
@@ -163,7 +167,6 @@ class RunState:
     known_ids: set[str] = field(default_factory=set)
     """Of all calls so far; see `with_unique_ids`."""
     counts: Counter[str] = field(default_factory=Counter)
-    tool_state: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -251,12 +254,14 @@ class RunState:
             self.tokens += (usage.input_tokens or 0) + (usage.output_tokens or 0)
 
     def check_limits(self) -> None:
-        """Raises: Finish when a limit of the run is reached."""
+        """Before each turn. Raises: Finish when a limit of the run is reached."""
         limits = self.parts.limits
         if limits.max_turns is not None and self.turn >= limits.max_turns:
             raise Finish("max_turns")
         self.check_tokens()
         self.check_time()
+        if self.parts.budget is not None and not self.parts.budget.consume():
+            raise Finish("max_turns")
 
     def check_tokens(self) -> None:
         """Raises: Finish when the tokens of the run are used up."""
