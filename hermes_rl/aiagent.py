@@ -251,9 +251,11 @@ class AIAgent:
                 "sandbox 'none' runs the model's commands as you, on this machine. "
                 "Use the default sandbox, or pass allow_unsandboxed=True"
             )
+        self._policy = policy = policy_of(preset)
         self._settings = settings = settle(
             model,
             names,
+            policy=policy,
             toolsets=toolsets,
             tools=tools,
             limits=limits,
@@ -263,7 +265,6 @@ class AIAgent:
         self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets
         self.session_id = settings.session_id or uuid.uuid4().hex
         self.hooks = hooks or Hooks()
-        self._policy = policy = policy_of(preset)
         if policy.name == "rl" and getattr(settings.model, "fallbacks", None):
             raise UserError(
                 "fallbacks would mix two policies in one conversation. Take them out, or use "
@@ -396,7 +397,8 @@ class AIAgent:
     def close(self) -> None:
         """End the sandbox and the connections. Idempotent."""
         try:
-            self._loop_thread.run(self._release())
+            if self._link is not None:
+                self._loop_thread.run(self._release())
         finally:
             self._loop_thread.close()
             session, self._session = self._session, None

@@ -10,14 +10,22 @@ from typing import Any, TypedDict
 from pydantic import SecretStr
 
 from hermes_rl.agent.callbacks import Callbacks
-from hermes_rl.agent.policy import Budget, IterationBudget, Limits
+from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy
 from hermes_rl.config import ModelConfig
 from hermes_rl.config_agent import check_prefill
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import Message, conversation_from_openai
 from hermes_rl.text import clean
-from hermes_rl.tools import DEFAULT_TOOLSETS, Tool, function_tool, resolve, tool_names
+from hermes_rl.tools import (
+    DEFAULT_TOOLSETS,
+    Tool,
+    function_tool,
+    resolve,
+    tool_names,
+    with_timeout,
+    with_wording,
+)
 
 INTERACTIVE_TURNS = 90
 SAVED = Path("trajectories")
@@ -88,6 +96,7 @@ def settle(
     model: object,
     names: Mapping[str, Any],
     *,
+    policy: Policy,
     toolsets: Sequence[str] | None,
     tools: Sequence[Callable[..., Any] | Tool],
     limits: Limits | None,
@@ -98,6 +107,7 @@ def settle(
 
     Args:
         names: those of `OtherNames`.
+        policy: its wording and timeout are those of the tools of toolsets.
 
     Raises: UserError for an unknown name or tool, and for two names that contradict each other.
     """
@@ -107,7 +117,7 @@ def settle(
     if session is not None and names.get("session_id") is not None:
         raise UserError("session_id and session contradict each other: a session has its own id")
     configured, keys = _model(model, names, fallbacks)
-    chosen, offered = _tools(names, toolsets, tools)
+    chosen, offered = _tools(names, policy, toolsets, tools)
     save = names.get("save_trajectories")
     ephemeral = names.get("ephemeral_system_prompt")
     prefill = names.get("prefill_messages") or ()
@@ -183,6 +193,7 @@ def _fallback(one: Any, keys: dict[str, str]) -> Any:
 
 def _tools(
     names: Mapping[str, Any],
+    policy: Policy,
     toolsets: Sequence[str] | None,
     functions: Sequence[Callable[..., Any] | Tool],
 ) -> tuple[tuple[str, ...], dict[str, Tool]]:
@@ -200,7 +211,8 @@ def _tools(
     if enabled is None:
         enabled = DEFAULT_TOOLSETS
     left_out = tool_names(disabled)
-    tools = {name: tool for name, tool in resolve(enabled).items() if name not in left_out}
+    worded = with_timeout(with_wording(resolve(enabled), policy.wording), policy.command_timeout_s)
+    tools = {name: tool for name, tool in worded.items() if name not in left_out}
     for function in functions:
         tool = function_tool(function)
         if tool.name in tools:
