@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 import msgspec
 
@@ -27,6 +27,7 @@ from hermes_rl.agent import (
     Hooks,
     Limits,
     OnEvent,
+    OtherNames,
     Policy,
     Session,
     SessionEnd,
@@ -37,105 +38,118 @@ from hermes_rl.agent import (
     last_answer,
     open_session,
     run_agent,
+    settle,
     split_system,
     system_prompt,
     with_user,
+    without_scaffolding,
 )
 from hermes_rl.agent import (
     preset as policy_of,
 )
 from hermes_rl.aio import LoopThread
-from hermes_rl.config import ModelConfig
-from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
-from hermes_rl.definitions import sampling_of
-from hermes_rl.errors import HermesError, Interrupted, ModelError, UserError, end_reason_of
+from hermes_rl.errors import (
+    HermesError,
+    Interrupted,
+    ModelError,
+    SandboxError,
+    UserError,
+    cause_of,
+    end_reason_of,
+)
 from hermes_rl.events import EventLog
+from hermes_rl.identity import digest, unit_id
 from hermes_rl.messages import (
     Message,
     UserMessage,
     conversation_from_openai,
+    text_of,
     to_openai,
     with_unique_ids,
 )
-from hermes_rl.models import NoopClient, Sampling
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
-from hermes_rl.models.providers import Keys, Routes, asks_endpoint, find_keys, targets_of
-from hermes_rl.models.rate import Share
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
+from hermes_rl.store import append_attempts
 from hermes_rl.text import clean
-from hermes_rl.tools import DEFAULT_TOOLSETS, resolve
+from hermes_rl.tools import Tool
 from hermes_rl.trajectory import fold
-from hermes_rl.wiring import BACKENDS, make_backend, open_models
+from hermes_rl.wiring import BACKENDS, Link, make_backend, open_link
 
 FIRST_ANSWER_S = 5.0
 """Somebody waits: an endpoint that fails from the start is told soon."""
-INTERACTIVE_TURNS = 90
-_CALLS_AT_ONCE = 8
-_EXPLICIT_KEY = "api_key"
-"""Stands for a variable's name where the key itself was passed."""
+_IDENTITY = {"agent": {"name": "AIAgent"}}
+"""Of run directories with the rows of agents."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Link:
-    """An open connection to a model, kept for the life of an agent."""
+@dataclass
+class _Place:
+    """What belongs to one task id."""
 
-    model: str
-    sampling: Sampling
-    routes: Routes
-
-
-@asynccontextmanager
-async def open_link(model: object) -> AsyncIterator[Link]:
-    """Connect to a model: a name or a `ModelConfig`. Raises: UserError."""
-    config = ModelConfig(name=model) if isinstance(model, str) else model
-    if not isinstance(config, ModelConfig):
-        raise UserError(f"model {model!r}: give a name or a ModelConfig")
-    if config.name == "oracle":
-        raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
-    key = config.api_key.get_secret_value() if config.api_key else None
-    has_key = bool(key) or config.key_command is not None
-    shared = config.model_dump(include=set(ConnectionSection.model_fields), exclude_defaults=True)
-    if has_key or key is not None:
-        shared["api_key_env"] = _EXPLICIT_KEY if has_key else ""
-    if config.key_command is not None:
-        shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
-    where = EndpointSection(**shared)
-    targets = targets_of(where, extra=config.extra_body, stop=config.stop)
-    keys: dict[str, str] = {}
-    if asks_endpoint(config.name, where):
-        places = [target.place for target in targets]
-        environ = {**os.environ, **({_EXPLICIT_KEY: key} if key else {})}
-        keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
-    held = Keys.renewed_by(where.key_commands, keys)
-    share = Share(maximum=_CALLS_AT_ONCE)
-    async with AsyncExitStack() as stack:
-        routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
-        yield Link(config.name, sampling_of(config), routes or Routes.to(NoopClient(), share))
+    sandbox: Sandbox | None = None
+    tool_state: dict[str, Any] = field(default_factory=dict)
 
 
-@asynccontextmanager
-async def open_sandbox(sandbox: object) -> AsyncIterator[Sandbox]:
-    """A sandbox from a specification, a backend, a name, or None for the default.
+class _Places:
+    """The sandboxes and tool states of an agent, one for each task id.
 
-    A backend lives on the loop that opened it, so it is closed with its sandbox.
+    The backend lives on the loop that opened it, so it is closed with its sandboxes.
 
-    Raises: UserError, SandboxStartError.
+    Args:
+        sandbox: a specification, a backend, a name, or None for the default.
     """
-    spec = SandboxSpec(lease=f"agent-{uuid.uuid4().hex[:16]}")
-    if isinstance(sandbox, SandboxSpec):
-        spec, sandbox = sandbox, None
-    if sandbox is None or isinstance(sandbox, str):
-        sandbox = make_backend(sandbox or BACKENDS[0])
-    elif not hasattr(sandbox, "lease"):
-        raise UserError(f"sandbox {sandbox!r}: give a backend, a SandboxSpec or a name")
-    backend = cast(SandboxBackend, sandbox)
-    try:
-        async with await backend.lease(spec) as leased:
-            yield leased
-    finally:
-        await backend.aclose()
+
+    def __init__(self, sandbox: object) -> None:
+        self._wanted = sandbox
+        self._backend: SandboxBackend | None = None
+        self._places: dict[str, _Place] = {}
+        self._leases = 0
+
+    async def of(self, task_id: str, *, sandboxed: bool) -> tuple[_Place, float]:
+        """The place of a task, and the seconds that the start of its sandbox took now.
+
+        Raises: UserError, SandboxStartError.
+        """
+        place = self._places.setdefault(task_id, _Place())
+        if not sandboxed or place.sandbox is not None:
+            return place, 0.0
+        start = time.monotonic()
+        if self._backend is None:
+            self._backend = self._open()
+        place.sandbox = await self._backend.lease(self._spec())
+        return place, time.monotonic() - start
+
+    def _open(self) -> SandboxBackend:
+        wanted = None if isinstance(self._wanted, SandboxSpec) else self._wanted
+        if wanted is None or isinstance(wanted, str):
+            return make_backend(wanted or BACKENDS[0])
+        if not hasattr(wanted, "lease"):
+            raise UserError(f"sandbox {wanted!r}: give a backend, a SandboxSpec or a name")
+        return cast(SandboxBackend, wanted)
+
+    def _spec(self) -> SandboxSpec:
+        self._leases += 1
+        if not isinstance(self._wanted, SandboxSpec):
+            return SandboxSpec(lease=f"agent-{uuid.uuid4().hex[:16]}")
+        more = "" if self._leases == 1 else f"-{self._leases}"
+        return replace(self._wanted, lease=self._wanted.lease + more)
+
+    async def end(self, task_id: str) -> None:
+        """End a task's sandbox and forget its state."""
+        place = self._places.pop(task_id, None)
+        if place is not None and place.sandbox is not None:
+            await place.sandbox.aclose()
+
+    async def aclose(self) -> None:
+        """End all of them."""
+        try:
+            for task_id in list(self._places):
+                await self.end(task_id)
+        finally:
+            backend, self._backend = self._backend, None
+            if backend is not None:
+                await backend.aclose()
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,26 @@ class Ended:
     end_reason: str
     final_response: str | None
     error: HermesError | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def by(cls, error: HermesError, final_response: str | None) -> Ended:
+        """The end that an error brought about."""
+        return cls(end_reason_of(error.cause), final_response, error)
+
+    @property
+    def event(self) -> ev.Ended:
+        """The last event of the run."""
+        cause = "interrupted" if self.end_reason == "interrupted" else None
+        error = self.error
+        return ev.Ended(
+            finished_at=time.time(),
+            end_reason=self.end_reason,
+            cause=cause if error is None else error.cause,
+            error=None if error is None else f"{type(error).__name__}: {error}",
+            metrics=dict(self.metrics),
+            final_response=self.final_response,
+        )
 
 
 def error_of(error: HermesError) -> dict[str, str | None]:
@@ -154,13 +188,9 @@ def error_of(error: HermesError) -> dict[str, str | None]:
     return {**named, "message": str(error)}
 
 
-def accounts_of(events: Sequence[ev.Event], end: Ended) -> dict[str, Any]:
+def accounts_of(events: Sequence[ev.Event]) -> dict[str, Any]:
     """Usage, calls and cost, made by the same fold as the rows of a run."""
-    cause = "interrupted" if end.end_reason == "interrupted" else None
-    if end.error is not None:
-        cause = end.error.cause
-    last = ev.Ended(finished_at=time.time(), end_reason=end.end_reason, cause=cause)
-    row = fold([*events, last])
+    row = fold(events)
     usage, calls = msgspec.to_builtins(row.usage), msgspec.to_builtins(row.calls)
     return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}
 
@@ -173,84 +203,104 @@ def _prompt(history: list[Message], text: str, *, as_written: bool) -> list[Mess
 
 
 class AIAgent:
-    """An agent with tools in a sandbox. Keeps its conversation and its sandbox until `close`.
+    """An agent with tools in a sandbox. Keeps its conversation and its sandboxes until `close`.
 
     Args:
         model: a model's name, or a `ModelConfig`.
-        toolsets: names of toolsets; empty for none.
+        toolsets: names of toolsets; empty for none, None for `terminal` and `file`.
+        tools: functions of yours (see `hermes_rl.tools.function_tool`), or `Tool`s.
         sandbox: where tools work; None is the default backend with an empty workspace.
         preset: `interactive`, `datagen` or `rl`; or a policy of your own,
             `preset("interactive").switched({"nudge_empty": False})`.
         limits: bounds of each run; None is 90 turns.
         system: system prompt in place of the preset's.
+        fallbacks: models that are called when the model cannot answer, as in `ModelConfig`. Each
+            run begins with the first model again.
         on_event: called with each event of `hermes_rl.events` as it happens, on the agent's loop.
         on_delta: called with each piece of text as it is streamed; without it nothing is streamed.
         session: where the conversation is kept between agents: a name, a `Path` of a file, or an
             object with `session_id`, `load`, `append` and `close`. The system prompt is not kept.
         hooks: callbacks before and after model calls and tools; see `Hooks`.
         allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
+        names: further keywords, as hermes-agent names them; see `OtherNames`.
 
-    Raises: UserError for an unknown toolset or preset, a session that cannot be used, or the
-        sandbox `none` that was not allowed.
+    Raises: UserError for an unknown toolset, preset or keyword, keywords that contradict each
+        other, a session that cannot be used, or the sandbox `none` that was not allowed.
     """
 
     def __init__(
         self,
         model: object,
         *,
-        toolsets: Sequence[str] = DEFAULT_TOOLSETS,
+        toolsets: Sequence[str] | None = None,
+        tools: Sequence[Callable[..., Any] | Tool] = (),
         sandbox: object = None,
         preset: str | Policy = "interactive",
         limits: Limits | None = None,
         system: str | None = None,
+        fallbacks: Any = None,
         on_event: OnEvent | None = None,
         on_delta: Callable[[str], None] | None = None,
         session: str | Path | Session | None = None,
         hooks: Hooks | None = None,
         allow_unsandboxed: bool = False,
+        **names: Unpack[OtherNames],
     ) -> None:
         if getattr(sandbox, "name", sandbox) == "none" and not allow_unsandboxed:
             raise UserError(
                 "sandbox 'none' runs the model's commands as you, on this machine. "
                 "Use the default sandbox, or pass allow_unsandboxed=True"
             )
-        self.model, self.sandbox = model, sandbox
-        self.toolsets = tuple(toolsets)
-        self.session_id = uuid.uuid4().hex
+        self._policy = policy = policy_of(preset)
+        self._settings = settings = settle(
+            model,
+            names,
+            policy=policy,
+            toolsets=toolsets,
+            tools=tools,
+            limits=limits,
+            fallbacks=fallbacks,
+            session=session,
+        )
+        self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets
+        self.session_id = settings.session_id or uuid.uuid4().hex
         self.hooks = hooks or Hooks()
-        self._tools = resolve(self.toolsets)
-        self._policy = policy_of(preset)
-        if self._policy.name == "rl" and getattr(model, "fallbacks", None):
+        if policy.name == "rl" and getattr(settings.model, "fallbacks", None):
             raise UserError(
                 "fallbacks would mix two policies in one conversation. Take them out, or use "
                 "another preset than rl"
             )
-        self._limits = limits or Limits(max_turns=INTERACTIVE_TURNS)
-        policy = self._policy
-        self._system = system or system_prompt(policy.name, self._tools, policy.wording)
+        self._system = system or system_prompt(policy.name, settings.tools, policy.wording)
         self._on_event, self._on_delta = on_event, on_delta
         self._loop_thread = LoopThread("hermes-rl-agent")
         self._history: list[Message] = []
         self._control = Control()
         self._running = False
         self._link: Link | None = None
-        self._leased: Sandbox | None = None
         self._opened = AsyncExitStack()
+        self._places = _Places(sandbox)
+        self._task_id = uuid.uuid4().hex
+        self._rows: list[list[ev.Event]] = []
+        """Events of the runs of the last message."""
+        self._runs = 0
         self._where = session
         self._session: Session | None = None
         self._ended: str | None = None
         """How the last run ended; None before the first."""
         self._open_session()
 
-    def chat(self, message: str) -> str:
+    def chat(self, message: str, task_id: str | None = None) -> str:
         """Say something and get the answer; the conversation continues from call to call.
+
+        Args:
+            task_id: see `run_conversation`.
 
         Raises: as `run_conversation`; also the error that ended the run after its first request,
             whose `result` is what `run_conversation` would have returned.
         """
-        result, error = self._loop_thread.run(self._converse(message, None, None, None))
-        if error is not None:
-            raise error
+        result = self._loop_thread.run(
+            self._converse(message, None, None, task_id, raise_on_error=True)
+        )
         return str(result["final_response"] or "")
 
     def run_conversation(
@@ -259,25 +309,36 @@ class AIAgent:
         system_message: str | None = None,
         conversation_history: Sequence[Mapping[str, Any]] | None = None,
         task_id: str | None = None,
+        *,
+        raise_on_error: bool = False,
     ) -> dict[str, Any]:
         """Run until the agent ends; works in plain scripts and where a loop is already running.
 
         Args:
             system_message: replaces the system prompt from here on.
             conversation_history: OpenAI messages to continue from instead of the agent's own; `[]`
-                starts a new one.
+                starts a new one. What servers would refuse in it is repaired in requests.
+            task_id: names a sandbox and a state of tools of its own, kept until `end_task` or
+                `close`; None is the agent's own.
+            raise_on_error: raise the error that ended the run after its first request; its `result`
+                is what would have been returned.
 
         Returns: final_response, messages, completed, end_reason, error, usage, calls, cost_usd,
             model, session_id, task_id. An error after the first request is an ending too: `error`
             then has its class, reason, cause and message, and the conversation keeps the turns
-            that the model took.
+            that the model took. The saved row also has the messages of the harness.
 
         Raises: UserError, SandboxError and the like before the first request.
         """
-        result, _ = self._loop_thread.run(
-            self._converse(user_message, system_message, conversation_history, task_id)
+        return self._loop_thread.run(
+            self._converse(
+                user_message,
+                system_message,
+                conversation_history,
+                task_id,
+                raise_on_error=raise_on_error,
+            )
         )
-        return result
 
     async def run(
         self,
@@ -285,12 +346,41 @@ class AIAgent:
         system_message: str | None = None,
         conversation_history: Sequence[Mapping[str, Any]] | None = None,
         task_id: str | None = None,
+        *,
+        raise_on_error: bool = False,
     ) -> dict[str, Any]:
         """See `run_conversation`; cancelling it ends the run at once."""
-        result, _ = await self._loop_thread.arun(
-            self._converse(user_message, system_message, conversation_history, task_id)
+        return await self._loop_thread.arun(
+            self._converse(
+                user_message,
+                system_message,
+                conversation_history,
+                task_id,
+                raise_on_error=raise_on_error,
+            )
         )
-        return result
+
+    def save_trajectory(self, path: str | Path) -> None:
+        """Add the row of the last run to a run directory, which `load_run` reads.
+
+        A message whose run was interrupted with another one has a row for each run. Failed and
+        interrupted runs are in `failures`. A row that the directory has already is not added again.
+
+        Args:
+            path: the run directory; made when it is absent.
+
+        Raises: UserError when nothing was run or the place cannot be used; StoreError; DiskFull.
+        """
+        if not self._rows:
+            raise UserError("there is no run to save yet. Call chat or run_conversation before")
+        self._loop_thread.run(append_attempts(path, _IDENTITY, self._rows))
+
+    def end_task(self, task_id: str) -> None:
+        """End the sandbox of a task id and forget the state of its tools. Raises: UserError while a
+        run is active."""
+        if self._running:
+            raise UserError("this agent is running; interrupt it, or wait")
+        self._loop_thread.run(self._places.end(task_id))
 
     def interrupt(self, message: str | None = None) -> None:
         """End the running run now, from any thread; with a message, continue with that instead.
@@ -337,8 +427,9 @@ class AIAgent:
         system: str | None,
         history: Sequence[Mapping[str, Any]] | None,
         task_id: str | None,
-    ) -> tuple[dict[str, Any], HermesError | None]:
-        """The result of a run, and the error that ended it."""
+        *,
+        raise_on_error: bool,
+    ) -> dict[str, Any]:
         if self._running:
             raise UserError("this agent is already running; interrupt it, steer it, or wait")
         if not isinstance(text, str) or not isinstance(system, str | None):
@@ -350,47 +441,45 @@ class AIAgent:
                 own, rest = split_system(conversation_from_openai(history))
                 self._history, system = rest, system or own
             self._system = clean(system or self._system)
-            task_id = task_id or uuid.uuid4().hex
-            return await self._until_done(text, task_id, as_written=history is not None)
+            prompt = _prompt(self._history, text, as_written=history is not None)
+            result, error = await self._until_done(prompt, task_id or self._task_id)
         except BaseException:
             self._ended = "error" if self._ended is not None else None
             raise
         finally:
             self._running = False
+        if error is not None and raise_on_error:
+            raise error
+        return result
 
     async def _until_done(
-        self, text: str, task_id: str, *, as_written: bool
+        self, prompt: list[Message], task_id: str
     ) -> tuple[dict[str, Any], HermesError | None]:
         """Run; after an interrupt with a message, continue with that."""
-        link = await self._open()
+        if self._link is None:
+            opened = open_link(self.model, self._settings.keys)
+            self._link = await self._opened.enter_async_context(opened)
+        link = self._link
+        sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
+        place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
         await self._begin_session(link)
-        log = EventLog(listener=self._on_event)
-        log.events.append(self._begun(link, text, task_id))
-        prompt = _prompt(self._history, text, as_written=as_written)
+        self._rows = []
         while True:
-            first = len(log.events)
-            try:
-                ended = await self._run_once(link, log, prompt, task_id)
-            except BaseException:  # cancelled, or a bug: what was paid for is kept all the same
-                self._remember(log.events[first:], failed=True)
-                await asyncio.to_thread(self._save, "error")
-                raise
-            messages = self._remember(log.events[first:], failed=ended.error is not None)
+            log = self._begin_run(link, place, text_of(prompt[-1]), task_id, seconds)
+            ended, messages = await self._run_once(link, place, log, prompt, task_id)
             control, self._control = self._control, Control()
             for hint in control.take_steers():
                 self._control.steer(hint)
             if ended.end_reason != "interrupted" or control.message is None:
                 break
-            prompt = with_user(self._history, control.message)
-        self._ended = ended.end_reason
-        await asyncio.to_thread(self._save, ended.end_reason)
+            prompt, seconds = with_user(self._history, control.message), 0.0
         result = {
             "final_response": ended.final_response,
             "messages": [to_openai(m, details=True) for m in messages],
             "completed": ended.end_reason == "answered",
             "end_reason": ended.end_reason,
             "error": None if ended.error is None else error_of(ended.error),
-            **accounts_of(log.events, ended),
+            **accounts_of([event for run in self._rows for event in run]),
             "model": link.model,
             "session_id": self.session_id,
             "task_id": task_id,
@@ -399,51 +488,88 @@ class AIAgent:
             ended.error.result = result
         return result, ended.error
 
-    def _remember(self, events: Sequence[ev.Event], *, failed: bool) -> list[Message]:
-        """Take a run's messages over into the conversation, and return them. Of a failed run only
-        where the model took a turn: else the user may send the same message again."""
-        added = [event for event in events if isinstance(event, ev.MessageAdded)]
-        messages = [event.message for event in added]
-        if not failed or any(event.turn and not event.synthetic for event in added):
-            self._history = continuable(messages)
-        return messages
-
     async def _run_once(
-        self, link: Link, log: EventLog, prompt: list[Message], task_id: str
-    ) -> Ended:
-        first = len(log.events)
-        patience = RetryPolicy(first_answer_s=FIRST_ANSWER_S)
-        caller = ModelCaller(link.routes.routes(link.model), log, patience)
-        hooked = Hooked(self.hooks, caller, self.session_id, task_id)
-        parts = AgentParts(
-            caller=hooked,
-            model=link.model,
-            tools=hooked.tools(self._tools),
-            sandbox=self._leased,
-            recorder=log,
-            policy=self._policy,
-            limits=self._limits,
-            sampling=link.sampling,
-            system=self._system,
-            stream=self._on_delta is not None,
-            on_delta=self._on_delta,
-        )
+        self, link: Link, place: _Place, log: EventLog, prompt: list[Message], task_id: str
+    ) -> tuple[Ended, list[Message]]:
+        """Run the agent on a prompt. However it ends, what was paid for is kept.
+
+        Raises: HermesError before the first request; cancellation.
+        """
         try:
-            result = await run_agent(parts, prompt, self._control)
+            result = await run_agent(
+                self._parts(link, place, log, prompt, task_id), prompt, self._control
+            )
+            ended = Ended(result.end_reason, result.final_response, metrics=result.metrics)
         except Interrupted:
-            return Ended("interrupted", last_answer(log.events[first:]))
-        except HermesError as error:
+            ended = Ended("interrupted", last_answer(log.events))
+        except Exception as error:
             if not any(isinstance(event, ev.CallStarted) for event in log.events):
                 raise
-            return Ended(end_reason_of(error.cause), last_answer(log.events[first:]), error)
-        return Ended(result.end_reason, result.final_response)
+            ended = Ended.by(_typed(error), last_answer(log.events))
+        except BaseException:  # cancelled
+            cut = Ended("interrupted", last_answer(log.events))
+            await asyncio.shield(self._finalise(log, cut, task_id, failed=True))
+            raise
+        return ended, await self._finalise(log, ended, task_id, failed=ended.error is not None)
 
-    async def _open(self) -> Link:
-        if self._link is None:
-            self._link = await self._opened.enter_async_context(open_link(self.model))
-        if self._leased is None and any(t.needs_sandbox for t in self._tools.values()):
-            self._leased = await self._opened.enter_async_context(open_sandbox(self.sandbox))
-        return self._link
+    async def _finalise(
+        self, log: EventLog, ended: Ended, task_id: str, *, failed: bool
+    ) -> list[Message]:
+        """Keep the conversation and the row, and end a sandbox that is lost; the messages."""
+        self._rows.append([*log.events, ended.event])
+        added = [event for event in log.events if isinstance(event, ev.MessageAdded)]
+        messages = without_scaffolding(added)
+        # Of a failed run only where the model took a turn: the user may send the message again.
+        if not failed or any(event.turn and not event.synthetic for event in added):
+            self._history = continuable(messages)
+        self._ended = "error" if failed else ended.end_reason
+        try:
+            await asyncio.to_thread(self._save, self._ended)
+            if self._settings.save_to is not None:
+                await append_attempts(self._settings.save_to, _IDENTITY, self._rows[-1:])
+            if isinstance(ended.error, SandboxError) or ended.end_reason == "sandbox_killed":
+                _log.warning("the sandbox is lost; the next message gets a new one")
+                await self._places.end(task_id)
+        except Exception:  # the answer is paid for, and is returned whatever fails here
+            _log.exception("the end of the run could not be recorded")
+        return messages
+
+    def _parts(
+        self, link: Link, place: _Place, log: EventLog, prompt: list[Message], task_id: str
+    ) -> AgentParts:
+        patience, settings = RetryPolicy(first_answer_s=FIRST_ANSWER_S), self._settings
+        caller = ModelCaller(link.routes.routes(link.model), log, patience)
+        hooked = Hooked(self.hooks, caller, self.session_id, task_id)
+        streams = settings.callbacks is not None and settings.callbacks.streams
+        return AgentParts(
+            caller=hooked,
+            model=link.model,
+            tools=hooked.tools(settings.tools),
+            sandbox=place.sandbox,
+            recorder=log,
+            policy=self._policy,
+            limits=settings.limits,
+            sampling=link.sampling,
+            system=self._system,
+            ephemeral=settings.ephemeral,
+            prefill=tuple(with_unique_ids([*prompt, *settings.prefill])[len(prompt) :]),
+            stream=self._on_delta is not None or streams,
+            on_delta=self._deltas,
+            tool_state=place.tool_state,
+            budget=settings.budget,
+        )
+
+    def _deltas(self, text: str) -> None:
+        if self._on_delta is not None:
+            self._on_delta(text)
+        if self._settings.callbacks is not None:
+            self._settings.callbacks.on_delta(text)
+
+    def _listen(self, event: ev.Event) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+        if self._settings.callbacks is not None:
+            self._settings.callbacks(event)
 
     def _open_session(self) -> None:
         if self._where is None or self._session is not None:
@@ -476,8 +602,9 @@ class AIAgent:
 
     async def _release(self) -> None:
         opened, self._opened = self._opened, AsyncExitStack()
-        link, self._link, self._leased = self._link, None, None
+        link, self._link = self._link, None
         ended, self._ended = self._ended, None
+        opened.push_async_callback(self._places.aclose)
         async with opened:
             if link is None or ended is None:
                 return
@@ -490,16 +617,22 @@ class AIAgent:
             )
             await call_hook(self.hooks.on_session_end, end)
 
-    def _begun(self, link: Link, text: str, task_id: str) -> ev.Begun:
+    def _begin_run(
+        self, link: Link, place: _Place, text: str, task_id: str, seconds: float
+    ) -> EventLog:
+        """The log of the next run, with what is known before its first message."""
         seen = link.routes.seen(link.model)
-        return ev.Begun(
-            key=ev.AttemptKey(unit_id=task_id, epoch=0, attempt=0),
+        self._runs += 1
+        unit = unit_id(self.session_id, digest(task_id), self._runs, 0)
+        ephemeral = self._settings.ephemeral
+        begun = ev.Begun(
+            key=ev.AttemptKey(unit_id=unit, epoch=0, attempt=0),
             started_at=time.time(),
             run_id=self.session_id,
-            group_id=task_id,
+            group_id=unit,
             member=0,
             repeat=0,
-            row_index=0,
+            row_index=self._runs - 1,
             task_id=task_id,
             task_hash="",
             config_hash="",
@@ -510,4 +643,26 @@ class AIAgent:
             endpoint=seen.endpoint,
             toolsets=self.toolsets,
             sampling=self._policy.complete(link.sampling).as_dict(),
+            metadata={"session_id": self.session_id},
+            prompt_sha256=None if ephemeral is None else sha256(ephemeral.encode()).hexdigest(),
         )
+        log = EventLog(listener=self._listen)
+        log.record(begun)
+        if place.sandbox is not None:
+            info = place.sandbox.info
+            log.record(
+                ev.SandboxLeased(
+                    backend=info.backend, image=info.image, limits=info.limits, seconds=seconds
+                )
+            )
+        return log
+
+
+def _typed(error: Exception) -> HermesError:
+    """An error of the harness or of code of the user's, as an ending."""
+    if isinstance(error, HermesError):
+        return error
+    _log.error("the run failed", exc_info=error)
+    typed = HermesError(f"{type(error).__name__}: {error}")
+    typed.cause, typed.__cause__ = cause_of(error), error
+    return typed

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hermes_rl.agent import Limits, Policy
 from hermes_rl.checkpoints import Checkpoints
-from hermes_rl.config import PLAYED_MODELS, RunConfig, SandboxSection
-from hermes_rl.config_endpoint import EndpointSection
+from hermes_rl.config import PLAYED_MODELS, ModelConfig, RunConfig, SandboxSection
+from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
 from hermes_rl.definitions import (
     extra_body_of,
     image_digest,
@@ -46,10 +47,12 @@ from hermes_rl.models.providers import (
     drawn_model,
     embedded_clients,
     exact_clients,
+    find_keys,
     find_plan,
     other_targets,
     reach_models,
     targets_by_model,
+    targets_of,
 )
 from hermes_rl.models.rate import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget, Share
 from hermes_rl.models.tokens import TokenPlan, spelled_out
@@ -62,6 +65,10 @@ from hermes_rl.text import SECRETS, mask
 from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
 
 BACKENDS = ("bubblewrap", "docker", "podman", "none")
+
+_CALLS_AT_ONCE = 8
+_EXPLICIT_KEY = "api_key"
+"""Stands for a variable's name where the key itself was passed."""
 
 REFUSALS = 10
 """Calls refused in the same words, with no answer between them, after which a run stops."""
@@ -289,6 +296,52 @@ def _open_others(
         opened[use] = Routes({use: targets}, keys, share, config.endpoint)
         stack.push_async_callback(opened[use].aclose)
     return opened
+
+
+@dataclass(frozen=True)
+class Link:
+    """An open connection to a model, kept for the life of an agent."""
+
+    model: str
+    sampling: Sampling
+    routes: Routes
+
+
+@asynccontextmanager
+async def open_link(
+    model: object, more_keys: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Link]:
+    """Connect to a model: a name or a `ModelConfig`.
+
+    Args:
+        more_keys: keys by the name of a variable, beside those of the environment.
+
+    Raises: UserError.
+    """
+    config = ModelConfig(name=model) if isinstance(model, str) else model
+    if not isinstance(config, ModelConfig):
+        raise UserError(f"model {model!r}: give a name or a ModelConfig")
+    if config.name == "oracle":
+        raise UserError("model 'oracle' plays a task's solution; use `hermes-rl run` for it")
+    key = config.api_key.get_secret_value() if config.api_key else None
+    has_key = bool(key) or config.key_command is not None
+    shared = config.model_dump(include=set(ConnectionSection.model_fields), exclude_defaults=True)
+    if has_key or key is not None:
+        shared["api_key_env"] = _EXPLICIT_KEY if has_key else ""
+    if config.key_command is not None:
+        shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
+    where = EndpointSection(**shared)
+    targets = targets_of(where, extra=config.extra_body, stop=config.stop)
+    keys: dict[str, str] = {}
+    if asks_endpoint(config.name, where):
+        places = [target.place for target in targets]
+        environ = {**os.environ, **more_keys, **({_EXPLICIT_KEY: key} if key else {})}
+        keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
+    held = Keys.renewed_by(where.key_commands, keys)
+    share = Share(maximum=_CALLS_AT_ONCE)
+    async with AsyncExitStack() as stack:
+        routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
+        yield Link(config.name, sampling_of(config), routes or Routes.to(NoopClient(), share))
 
 
 def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:

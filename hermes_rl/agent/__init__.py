@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
+    from hermes_rl.agent.answers import without_scaffolding
+    from hermes_rl.agent.callbacks import Callbacks
     from hermes_rl.agent.hooks import (
         Hooked,
         Hooks,
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
         SessionStart,
         call_hook,
     )
+    from hermes_rl.agent.names import AgentSettings, OtherNames, settle
     from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Progress
-    from hermes_rl.agent.policy import PRESETS, Limits, Policy, preset
+    from hermes_rl.agent.policy import PRESETS, Budget, IterationBudget, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
     from hermes_rl.agent.run import Control, run_agent, tool_meant, wall_limit
     from hermes_rl.agent.session import (

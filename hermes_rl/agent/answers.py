@@ -15,7 +15,8 @@ import msgspec
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import EMPTY
 from hermes_rl.errors import ContextOverflow, PayloadTooLarge
-from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
+from hermes_rl.events import MessageAdded
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models import Completion, Sampling
 from hermes_rl.models.wire import BrokenOff
 
@@ -404,3 +405,42 @@ def _first_of_each(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     for call in calls:
         first.setdefault((call.name, call.arguments), call)
     return tuple(first.values())
+
+
+def without_scaffolding(added: Iterable[MessageAdded]) -> list[Message]:
+    """The messages of a run without what the harness wrote, for a conversation that continues: no
+    nudges and no requests for the rest of an answer, whose parts become one message.
+
+    Results of calls that could not run stay, since each call needs one.
+    """
+    kept: list[Message] = []
+    between = False
+    for event in added:
+        message, last = event.message, kept[-1] if kept else None
+        if event.synthetic and not isinstance(message, ToolMessage):
+            between = True
+            continue
+        if (
+            between
+            and isinstance(message, AssistantMessage)
+            and isinstance(last, AssistantMessage)
+            and not last.tool_calls
+        ):
+            kept[-1] = _joined(last, message)
+        else:
+            kept.append(message)
+        between = False
+    return kept
+
+
+def _joined(first: AssistantMessage, rest: AssistantMessage) -> AssistantMessage:
+    """Two parts of one answer. Opaque reasoning says where in its text it was, so only that of the
+    first text is kept."""
+    thoughts = [m.reasoning_content for m in (first, rest) if m.reasoning_content]
+    return msgspec.structs.replace(
+        rest,
+        content=first.content + rest.content,
+        raw_content=None,
+        reasoning_content="\n\n".join(thoughts) or None,
+        reasoning_details=(first if first.content else rest).reasoning_details,
+    )

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from hermes_rl.agent.policy import Limits, Policy
+from hermes_rl.agent.policy import Budget, Limits, Policy
 from hermes_rl.agent.prompt import WORDINGS, Messages
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
@@ -47,7 +47,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Since the run's start."""
 
 
-_PROGRESS = tuple(name for name in Progress.__struct_fields__ if name not in ("counts", "seconds"))
+_ELSEWHERE = ("counts", "seconds", "tool_state")
+_PROGRESS = tuple(name for name in Progress.__struct_fields__ if name not in _ELSEWHERE)
 """Fields that `RunState` has under the same name."""
 
 
@@ -100,6 +101,10 @@ class AgentParts:
     ends when it gives None. Sees the whole conversation, the system message first."""
     env: dict[str, Any] = field(default_factory=dict)
     """What tools find as `ToolContext.env`."""
+    tool_state: dict[str, Any] = field(default_factory=dict)
+    """What tools find as `ToolContext.state`."""
+    budget: Budget | None = None
+    """Turns that this run shares with others."""
     active_s: float = 0.0
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
     fatal_commands: tuple[str, ...] = ()
@@ -192,7 +197,6 @@ class RunState:
     known_ids: set[str] = field(default_factory=set)
     """Of all calls so far; see `with_unique_ids`."""
     counts: Counter[str] = field(default_factory=Counter)
-    tool_state: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -218,7 +222,9 @@ class RunState:
         """Where the run is now, after a turn."""
         same = {name: getattr(self, name) for name in _PROGRESS}
         seconds = time.monotonic() - self.started
-        return Progress(**same, counts=dict(self.counts), seconds=seconds)
+        return Progress(
+            **same, counts=dict(self.counts), seconds=seconds, tool_state=self.parts.tool_state
+        )
 
     def resume(self, progress: Progress, messages: Sequence[Message]) -> None:
         """Take up the state of an earlier run.
@@ -230,6 +236,7 @@ class RunState:
             setattr(self, name, getattr(progress, name))
         self.active_s += self.parts.active_s
         self.counts = Counter(progress.counts)
+        self.parts.tool_state.update(progress.tool_state)
         self.started = time.monotonic() - progress.seconds
         self.conversation.extend(messages)
         self.known_ids |= call_ids(m for m in messages if isinstance(m, AssistantMessage))
@@ -300,12 +307,14 @@ class RunState:
             self.tokens += (usage.input_tokens or 0) + (usage.output_tokens or 0)
 
     def check_limits(self) -> None:
-        """Raises: Finish when a limit of the run is reached."""
+        """Before each turn. Raises: Finish when a limit of the run is reached."""
         limits = self.parts.limits
         if limits.max_turns is not None and self.turn >= limits.max_turns:
             raise Finish("max_turns")
         self.check_tokens()
         self.check_time()
+        if self.parts.budget is not None and not self.parts.budget.consume():
+            raise Finish("max_turns")
 
     def check_tokens(self) -> None:
         """Raises: Finish when the tokens of the run are used up."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.errors import UserError
@@ -24,6 +25,47 @@ class Limits:
     """Active time: seconds spent in tools and on the sandbox's start and setup."""
     wall_seconds: float | None = None
     """All time; reaching it is nobody's ending but a `Stalled` error."""
+
+
+@runtime_checkable
+class Budget(Protocol):
+    """Turns that agents may take together."""
+
+    def consume(self) -> bool:
+        """Take one turn; False when none is left. Called from the threads of all agents."""
+        ...
+
+
+class IterationBudget:
+    """A number of turns that runs, and agents in any thread, share. A run that gets none ends as
+    `max_turns`.
+
+    Args:
+        max_total: turns in all.
+    """
+
+    def __init__(self, max_total: int) -> None:
+        self.max_total = max_total
+        self._used = 0
+        self._lock = threading.Lock()  # consume is called from several threads
+
+    @property
+    def used(self) -> int:
+        """Turns that were taken."""
+        return self._used
+
+    @property
+    def remaining(self) -> int:
+        """Turns that are left."""
+        return self.max_total - self._used
+
+    def consume(self) -> bool:
+        """See `Budget`."""
+        with self._lock:
+            if self._used >= self.max_total:
+                return False
+            self._used += 1
+            return True
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ class _Turn:
         start = time.monotonic()
         context = ToolContext(
             sandbox=run.parts.sandbox,
-            state=run.tool_state,
+            state=run.parts.tool_state,
             max_timeout_s=run.time_left(MAX_TOOL_S),
             env=run.parts.env,
         )

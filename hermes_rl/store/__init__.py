@@ -2,6 +2,7 @@
 
 | file | what |
 |---|---|
+| `append` | `append_attempts`: attempts that no batch run made |
 | `driver` | `open_run`: lock, epoch, recovery; dispatches and receipts |
 | `journal` `derived` | what is appended while a run is in progress, and when it is published |
 | `commit` `parts` | sealed batches become Parquet parts and commits |
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
+    from hermes_rl.store.append import append_attempts
     from hermes_rl.store.commit import (
         Commit,
         Keys,

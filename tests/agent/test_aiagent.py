@@ -190,7 +190,8 @@ def test_the_answer_is_the_whole_of_a_cut_one(make: Make) -> None:
         result = agent.run_conversation(say([{"text": ""}, cut], "two.", "three"))
         assert (result["final_response"], result["end_reason"]) == ("One, two.", "answered")
         assert [c["error"] for c in result["calls"]] == ["discarded: empty answer", None, None]
-        assert agent.chat("And then?") == "three"
+        assert [m["content"] for m in result["messages"]][2:] == ["One, two."]
+        assert agent.chat(say("three"), "t") == "two."  # the server counts the answers in a history
 
 
 def test_a_policy_of_ones_own(make: Make) -> None:

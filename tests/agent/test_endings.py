@@ -132,7 +132,7 @@ async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "reason"),
     [
         ([], "the prompt is empty"),
         ([AssistantMessage(content="hi")], "ends with a message of role assistant"),
@@ -148,8 +148,8 @@ async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
         ),
     ],
 )
-async def test_prompts_that_no_repair_completes(rig: Any, prompt: list[Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+async def test_prompts_that_no_repair_completes(rig: Any, prompt: list[Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
         await rig.run(prompt)
 
 

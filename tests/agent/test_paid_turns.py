@@ -42,8 +42,9 @@ def test_chat_raises_an_error_that_carries_the_result(make: Make) -> None:
         assert caught.value.result is not None
         assert [c["outcome"] for c in caught.value.result["calls"]] == ["ok", "refused"]
         assert len(caught.value.result["messages"]) == 4
-    with make() as agent, pytest.raises(UserError) as early:
-        agent.run_conversation("x", conversation_history=[{"role": "tool", "content": "y"}])
+    late = [{"role": "user", "content": "y"}, {"role": "system", "content": "z"}]
+    with make() as agent, pytest.raises(UserError, match="message 2 is a system") as early:
+        agent.run_conversation("x", conversation_history=late)
     assert early.value.result is None
 
 

@@ -1,0 +1,43 @@
+"""Attempts that no batch run made, added to a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hermes_rl.events import AttemptKey, Begun, Event
+from hermes_rl.store.driver import open_run
+from hermes_rl.store.journal import JournalWriter, Publisher
+from hermes_rl.store.rows import Finished
+from hermes_rl.trajectory import fold
+
+
+async def append_attempts(
+    path: str | Path, identity: Mapping[str, Any], attempts: Iterable[Sequence[Event]]
+) -> None:
+    """Add finished attempts to a run directory, which is made when it is absent. On return they are
+    published. Attempts at a unit that it has already are left out.
+
+    Args:
+        identity: takes the place of a configuration's identity.
+        attempts: the events of each, from `Begun` to `Ended`; its epoch and run id are replaced.
+
+    Raises: UserError, StoreError and DiskFull, as `open_run`.
+    """
+    async with (
+        await open_run(path, identity) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        for begun, *rest in attempts:
+            if not isinstance(begun, Begun):
+                raise ValueError("an attempt's first event must be 'begun'")
+            unit = begun.key.unit_id
+            if driver.ledger.next_attempt(unit):
+                continue
+            key = AttemptKey(unit_id=unit, epoch=driver.epoch, attempt=0)
+            first = msgspec.structs.replace(begun, key=key, run_id=driver.run_id)
+            await journal.finish(Finished(key=key, row=fold([first, *rest])))
+        await Publisher(journal).drain()
