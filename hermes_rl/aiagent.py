@@ -47,7 +47,7 @@ from hermes_rl.agent import (
 from hermes_rl.agent import (
     preset as policy_of,
 )
-from hermes_rl.aio import LoopThread
+from hermes_rl.aio import LoopThread, run_sync, to_end
 from hermes_rl.errors import (
     HermesError,
     Interrupted,
@@ -175,7 +175,7 @@ class Ended:
             finished_at=time.time(),
             end_reason=self.end_reason,
             cause=cause if error is None else error.cause,
-            error=None if error is None else f"{type(error).__name__}: {error}",
+            error=None if error is None else clean(f"{type(error).__name__}: {error}"),
             metrics=dict(self.metrics),
             final_response=self.final_response,
         )
@@ -373,7 +373,7 @@ class AIAgent:
         """
         if not self._rows:
             raise UserError("there is no run to save yet. Call chat or run_conversation before")
-        self._loop_thread.run(append_attempts(path, _IDENTITY, self._rows))
+        run_sync(append_attempts(path, _IDENTITY, list(self._rows)))
 
     def end_task(self, task_id: str) -> None:
         """End the sandbox of a task id and forget the state of its tools. Raises: UserError while a
@@ -508,7 +508,7 @@ class AIAgent:
             ended = Ended.by(_typed(error), last_answer(log.events))
         except BaseException:  # cancelled
             cut = Ended("interrupted", last_answer(log.events))
-            await asyncio.shield(self._finalise(log, cut, task_id, failed=True))
+            await to_end(self._finalise(log, cut, task_id, failed=True))
             raise
         return ended, await self._finalise(log, ended, task_id, failed=ended.error is not None)
 
@@ -623,7 +623,8 @@ class AIAgent:
         """The log of the next run, with what is known before its first message."""
         seen = link.routes.seen(link.model)
         self._runs += 1
-        unit = unit_id(self.session_id, digest(task_id), self._runs, 0)
+        # Not of the session: another agent may continue that, and would give the same ids.
+        unit = unit_id(self._task_id, digest(task_id), self._runs, 0)
         ephemeral = self._settings.ephemeral
         begun = ev.Begun(
             key=ev.AttemptKey(unit_id=unit, epoch=0, attempt=0),

@@ -226,11 +226,11 @@ def check_prompt(messages: Sequence[Message]) -> None:
     Raises: UserError unless the messages end with the user's, of which one has content, and system
         messages come first.
     """
-    if not messages or not isinstance(messages[-1], UserMessage):
-        last = f"ends with a message of role {role_of(messages[-1])}" if messages else "is empty"
-        raise UserError(f"the prompt {last}; end it with a user message")
+    if messages and not isinstance(messages[-1], UserMessage):
+        role = role_of(messages[-1])
+        raise UserError(f"the prompt must end with a user message, not one of role {role}")
     if not any(has_content(m) for m in messages if isinstance(m, UserMessage)):
-        raise UserError("the prompt is empty; write what the user says")
+        raise UserError("the prompt is empty; it must have a user message")
     for place, (before, message) in enumerate(pairwise(messages), 2):
         if isinstance(message, SystemMessage) and not isinstance(before, SystemMessage):
             raise UserError(

@@ -201,7 +201,10 @@ def last_answer(events: Iterable[Event]) -> str | None:
 
 
 def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
-    """The system prompt of a conversation, if it begins with one, and the rest."""
-    if messages and isinstance(first := messages[0], SystemMessage):
-        return first.content, list(messages[1:])
-    return None, list(messages)
+    """The system messages that a conversation begins with, as one text, and the rest."""
+    texts: list[str] = []
+    for message in messages:
+        if not isinstance(message, SystemMessage):
+            break
+        texts.append(message.content)
+    return "\n\n".join(texts) or None, list(messages[len(texts) :])

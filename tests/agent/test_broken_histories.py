@@ -182,3 +182,11 @@ def test_the_model_reads_what_is_missing(make: Make) -> None:
     assert isinstance(calling, AssistantMessage)
     assert isinstance(stub, ToolMessage)
     assert stub.content == NO_RESULT
+
+
+def test_the_system_messages_of_a_history_are_one_prompt(make: Make) -> None:
+    history = [{"role": "system", "content": text} for text in ("One.", "Two.")]
+    with make(toolsets=()) as agent:
+        result = agent.run_conversation(say("Fine."), conversation_history=history)
+    assert result["messages"][0] == {"role": "system", "content": "One.\n\nTwo."}
+    assert len(result["messages"]) == 3

@@ -134,17 +134,17 @@ async def test_a_tool_error_goes_to_the_model(rig: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
-        ([], "the prompt is empty"),
-        ([AssistantMessage(content="hi")], "ends with a message of role assistant"),
-        ([UserMessage(content=" ")], "the prompt is empty; write"),
-        ([UserMessage(content="a"), AssistantMessage(content="b")], "message of role assistant"),
+        ([], "the prompt is empty; it must have a user message"),
+        ([AssistantMessage(content="hi")], "the prompt must end with a user message"),
+        ([UserMessage(content=" ")], "the prompt is empty; it must have a user message"),
+        ([UserMessage(content="a"), AssistantMessage(content="b")], "not one of role assistant"),
         (
             [UserMessage(content="a"), SystemMessage(content="b"), UserMessage(content="c")],
             "message 2 is a system message behind one of role user; put it first",
         ),
         (
             [UserMessage(content="a"), ToolMessage(tool_call_id="1", name="x", content="")],
-            "the prompt ends with a message of role tool; end it with a user message",
+            "the prompt must end with a user message, not one of role tool",
         ),
     ],
 )

@@ -44,6 +44,11 @@ def test_a_call_as_hermes_agent_writes_it(server: FakeServer, tmp_path: Path) ->
     assert list(rows["toolsets"].iloc[0]) == ["terminal", "coding"]
     assert "write_file" not in rows["tools"].iloc[0]
     assert rows["prompt_sha256"].notna().all()
+    with AIAgent(
+        "noop", toolsets=[], session_id="s-1", save_trajectories=str(saved), system="Be brief."
+    ) as agent:
+        agent.chat("Another agent of that name.", task_id="t-1")
+    assert len(load_run(saved).trajectories) == 3
 
 
 def test_max_iterations_and_a_shared_budget_end_as_max_turns(make: Make) -> None:
