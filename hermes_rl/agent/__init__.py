@@ -20,10 +20,10 @@ if TYPE_CHECKING:
         call_hook,
     )
     from hermes_rl.agent.names import AgentSettings, OtherNames, settle
-    from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Progress
+    from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Control, Progress
     from hermes_rl.agent.policy import PRESETS, Budget, IterationBudget, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
-    from hermes_rl.agent.run import Control, run_agent, tool_meant, wall_limit
+    from hermes_rl.agent.run import run_agent, wall_limit
     from hermes_rl.agent.session import (
         FileSession,
         Session,
@@ -34,5 +34,6 @@ if TYPE_CHECKING:
         split_system,
         with_user,
     )
+    from hermes_rl.agent.tool_calls import tool_meant
 else:
     __getattr__, __dir__ = attach(__name__)

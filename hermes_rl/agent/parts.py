@@ -1,10 +1,16 @@
-"""What a run of the agent is given, what it gives back, and its state between the two."""
+"""What a run of the agent is given, what it gives back, and its state between the two.
+
+`Control` interrupts and steers a run from any thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +18,7 @@ import msgspec
 
 from hermes_rl.agent.policy import Budget, Limits, Policy
 from hermes_rl.agent.prompt import WORDINGS, Messages
+from hermes_rl.errors import Interrupted
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
 from hermes_rl.models import (
@@ -131,9 +138,9 @@ class AgentResult:
     """Time spent in tools, and what the sandbox took before."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counts, absent when zero. `suspected_unparsed_calls`: answers that may hold a tool call
-    which no server parsed (`models.unparsed`). `discarded_answers`, `continued_answers`, `nudges`,
-    `duplicate_calls`: what the policy's switches did. `thinking_budget_exhausted`: 1 when the
-    output limit went into reasoning."""
+    which no server parsed (`models.looks_unparsed`). `discarded_answers`, `continued_answers`,
+    `nudges`, `duplicate_calls`: what the policy's switches did. `thinking_budget_exhausted`: 1 when
+    the output limit went into reasoning."""
 
 
 class Finish(Exception):
@@ -166,11 +173,87 @@ class Tries:
     """Text of the cut answers so far."""
 
 
+class Control:
+    """The handle on one run. `interrupt` and `steer` may be called from any thread.
+
+    An interrupt cancels the run's task, as `asyncio.timeout` does, so the model call or the tool
+    in flight ends at once; outside cancellation stays what it is.
+    """
+
+    def __init__(self) -> None:
+        self.message: str | None = None
+        """What the interrupting user said."""
+        self._lock = threading.Lock()  # guards all below: other threads write them
+        self._interrupted = False
+        self._cancelled = False
+        self._steers: list[str] = []
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt was asked for."""
+        return self._interrupted
+
+    def interrupt(self, message: str | None = None) -> None:
+        """End the run now. A later call only replaces the message."""
+        with self._lock:
+            self.message = message if message is not None else self.message
+            first, self._interrupted = not self._interrupted, True
+            if first and self._running is not None:
+                self._running[0].call_soon_threadsafe(self._cancel)
+
+    def steer(self, text: str) -> None:
+        """Say something to the run without ending it: the model reads it at its next turn."""
+        with self._lock:
+            self._steers.append(text)
+
+    def take_steers(self) -> list[str]:
+        """What was said since the last time."""
+        if not self._steers:
+            return []
+        with self._lock:
+            texts, self._steers = self._steers, []
+        return texts
+
+    def _cancel(self) -> None:
+        """On the run's loop; the run may have ended meanwhile."""
+        with self._lock:
+            if self._running is None:
+                return
+            self._cancelled = True
+            self._running[1].cancel()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Run the block under this control, within one task.
+
+        Raises: Interrupted in place of the cancellation that an interrupt brought about.
+        """
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("Control.scope needs a running task")
+        with self._lock:
+            if self._interrupted:
+                raise Interrupted("interrupted before the start")
+            self._running = (asyncio.get_running_loop(), task)
+        before = task.cancelling()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._cancelled and task.uncancel() <= before:
+                raise Interrupted("interrupted") from None
+            raise
+        finally:
+            with self._lock:
+                self._running = None
+
+
 @dataclass
 class RunState:
     """One run while it goes on."""
 
     parts: AgentParts
+    control: Control
     request: ModelRequest
     """The request of every turn: it holds the growing conversation, and the same tools throughout.
     """
@@ -200,7 +283,7 @@ class RunState:
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, parts: AgentParts) -> RunState:
+    def of(cls, parts: AgentParts, control: Control) -> RunState:
         """The state before the first message."""
         request = ModelRequest(
             model=parts.model,
@@ -216,7 +299,13 @@ class RunState:
             prefill=parts.prefill,
         )
         known = call_ids(parts.prefill)
-        return cls(parts=parts, request=request, active_s=parts.active_s, known_ids=known)
+        return cls(
+            parts=parts,
+            control=control,
+            request=request,
+            active_s=parts.active_s,
+            known_ids=known,
+        )
 
     def progress(self) -> Progress:
         """Where the run is now, after a turn."""
@@ -327,6 +416,19 @@ class RunState:
         bound = self.parts.limits.max_seconds
         if bound is not None and self.active_s >= bound:
             raise Finish("time_limit")
+
+    def check_calls(self, *, valid: bool) -> None:
+        """After the calls of a turn. Raises: Finish when the model is stuck.
+
+        Args:
+            valid: at least one of them named a tool and had arguments that could be read.
+        """
+        policy = self.parts.policy
+        self.invalid_turns = 0 if valid else self.invalid_turns + 1
+        if self.invalid_turns >= policy.invalid_turn_limit:
+            raise Finish("invalid_tool_calls")
+        if policy.tool_loop_limit is not None and self.same_calls >= policy.tool_loop_limit:
+            raise Finish("tool_loop")
 
     def time_left(self, most: float) -> float:
         """Seconds of active time that are left, at most `most`."""

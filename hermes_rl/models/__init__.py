@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ModelRequest,
         Sampling,
         TokenCapture,
+        looks_unparsed,
     )
     from hermes_rl.models.client import DIALECTS, connect, dialect_for
     from hermes_rl.models.endpoint import EMBEDDED, Endpoint, Timeouts
@@ -27,6 +28,5 @@ if TYPE_CHECKING:
         ends_at,
     )
     from hermes_rl.models.played import NoopClient, OracleClient, free
-    from hermes_rl.models.unparsed import looks_unparsed
 else:
     __getattr__, __dir__ = attach(__name__)

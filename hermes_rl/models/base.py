@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -276,3 +277,44 @@ class ModelClient(Protocol):
     async def aclose(self) -> None:
         """Close connections."""
         ...
+
+
+Tools = Sequence[Mapping[str, Any]]
+
+_MARKUP = re.compile(
+    r"</?tool_calls?\b"  # Hermes, Qwen, GLM
+    r"|<\|?(?:tool_call|python_tag)"  # Llama, Kimi, Gemma
+    r"|<｜tool▁call"  # DeepSeek
+    r"|\[TOOL_CALLS\]"  # Mistral
+    r"|<function=|</function>|<parameter="  # Qwen coder
+)
+_NAMED = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:')
+
+
+def looks_unparsed(message: AssistantMessage, tools: Tools) -> bool:
+    """Whether an answer may hold a call that nobody runs.
+
+    A server without a parser for its model's calls, or with the parser of another family, gives
+    them as text: the agent then takes for an answer what was meant as a call, and the run looks
+    done. This decides for every model and engine.
+
+    The text is looked at; of an answer with neither text nor calls, its reasoning, which then was
+    never closed or holds the call itself. A call in a thought that text or a call follows is a
+    thought.
+
+    Args:
+        tools: OpenAI function schemas of the tools that were offered.
+    """
+    said = message.content
+    if not said.strip() and not message.tool_calls:
+        said += message.reasoning_content or ""
+    if _MARKUP.search(said):
+        return True
+    offered = names(tools)
+    return any(found.group(1) in offered for found in _NAMED.finditer(said))
+
+
+def names(tools: Tools) -> set[str]:
+    """The names of the offered tools."""
+    functions = (tool.get("function") for tool in tools)
+    return {str(f["name"]) for f in functions if isinstance(f, Mapping) and "name" in f}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, ToolCall
-from hermes_rl.models.unparsed import Tools, looks_unparsed, names
+from hermes_rl.models.base import Tools, looks_unparsed, names
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parsed:
     """The text in `<think>`; None if there is no such block."""
     calls: tuple[ParsedCall, ...] = ()
     suspected_unparsed: bool = False
-    """The model may have meant a call that nobody runs: see `models.unparsed`."""
+    """The model may have meant a call that nobody runs: see `models.looks_unparsed`."""
 
     def message(self, text: str) -> AssistantMessage:
         """Return the message of an answer.

@@ -1,0 +1,227 @@
+"""Run the tool calls of one turn, side by side where that is safe, and add their results in call
+order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hermes_rl.agent.parts import Finish, RunState
+from hermes_rl.agent.prompt import steer_note
+from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
+from hermes_rl.identity import ID_LENGTH, digest
+from hermes_rl.messages import ToolCall, ToolMessage
+from hermes_rl.text import clean, cut_middle, to_json
+from hermes_rl.tools import Tool, ToolContext, ToolResult, read_arguments
+
+MAX_TOOL_S = 600.0
+"""Bound of one tool call, whatever the limits say."""
+MAX_SIDE_BY_SIDE = 8
+NEAR = 0.7
+"""How like a tool's name another must be (the ratio of `difflib`) to be taken for it."""
+
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SEPARATORS = re.compile(r"[^a-z0-9]+")
+_SUFFIX = re.compile(r"(?:_(?:tool|function|call|\d+))+$")
+_LEAKED = re.compile(r"<\|.*|\(.*", re.DOTALL)
+"""What chat formats leave behind a name: `terminal<|channel|>json`, `terminal()`."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One call's end: what the model is told, or the error that ends the run."""
+
+    text: str
+    ok: bool
+    seconds: float = 0.0
+    invalid: bool = False
+    """No tool ran: unknown name or arguments that cannot be read."""
+    error: Exception | None = None
+
+
+async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
+    """Run a turn's calls and add their results.
+
+    Every call gets a result, also when the sandbox dies or the user interrupts, so that the
+    conversation stays well-formed.
+
+    Raises: Finish when the calls end the run; errors of infrastructure as they are.
+    """
+    turn = _Turn(run, calls)
+    try:
+        for group in turn.groups():
+            await turn.run_group(group)
+    except asyncio.CancelledError:
+        if run.control.interrupted:
+            turn.fill("Not executed: the user interrupted the run.")
+        raise
+    except (SandboxDied, SandboxKilled) as error:
+        if isinstance(error, SandboxDied) and not turn.died_again(error):
+            raise
+        turn.fill(f"The sandbox is no longer available: {error}")
+        raise Finish("sandbox_killed") from error
+    except Finish:
+        turn.fill("Not executed: the time limit was reached.")
+        raise
+    run.check_calls(valid=turn.valid)
+
+
+class _Turn:
+    """The calls of one turn, and their results as they come."""
+
+    def __init__(self, run: RunState, calls: Sequence[ToolCall]) -> None:
+        self.run, self.calls = run, calls
+        self.tools = [_tool(run, call) for call in calls]
+        self.outcomes: list[_Outcome | None] = [None] * len(calls)
+        self.done = 0
+        """How many results were added."""
+        self.valid = False
+
+    def groups(self) -> list[list[int]]:
+        """Neighbours that may run side by side; every other call is a barrier of its own."""
+        groups: list[list[int]] = []
+        joined = False
+        for index, tool in enumerate(self.tools):
+            safe = tool is None or tool.parallel
+            if safe and joined and len(groups[-1]) < MAX_SIDE_BY_SIDE:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+            joined = safe
+        return groups
+
+    async def run_group(self, group: Sequence[int]) -> None:
+        """Run the calls of a group and add their results in call order.
+
+        Raises: Finish when no active time is left; errors of infrastructure as they are.
+        """
+        run = self.run
+        run.check_time()
+        start = time.monotonic()
+        context = ToolContext(
+            sandbox=run.parts.sandbox,
+            state=run.parts.tool_state,
+            max_timeout_s=run.time_left(MAX_TOOL_S),
+            env=run.parts.env,
+        )
+        try:
+            # _run_one carries errors in its outcome, so no task fails and cancels the others.
+            async with asyncio.TaskGroup() as tasks:
+                for index in group:
+                    tasks.create_task(self._run(index, context))
+        except ExceptionGroup as errors:  # of the recorder: a full disk must stay a DiskFull
+            raise errors.exceptions[0] from None
+        finally:
+            run.active_s += time.monotonic() - start
+        if self.done < len(self.calls) and (failed := self.outcomes[self.done]):
+            assert failed.error is not None, "a result without an error was added"
+            raise failed.error
+
+    async def _run(self, index: int, context: ToolContext) -> None:
+        """Run a call, and add the results that are next in call order."""
+        call, tool = self.calls[index], self.tools[index]
+        self.outcomes[index] = await _run_one(self.run, context, call, tool)
+        for outcome in self.outcomes[self.done :]:
+            if outcome is None or outcome.error is not None:
+                return
+            self._add(outcome)
+
+    def _add(self, outcome: _Outcome) -> None:
+        call = self.calls[self.done]
+        text = outcome.text
+        if self.done + 1 == len(self.calls) and (texts := self.run.control.take_steers()):
+            text += steer_note(texts)
+        self.done += 1
+        self.valid = self.valid or not outcome.invalid
+        self._watch(call, outcome.text)
+        message = ToolMessage(tool_call_id=call.id, name=call.name, content=text)
+        self.run.add(message, tool_ok=outcome.ok, seconds=outcome.seconds)
+
+    def _watch(self, call: ToolCall, text: str) -> None:
+        run = self.run
+        this = (call.name, call.arguments, text)
+        run.same_calls = run.same_calls + 1 if this == run.last_call else 1
+        run.last_call = this
+
+    def fill(self, why: str) -> None:
+        """Give every call that has no result yet one that says why."""
+        for call in self.calls[self.done :]:
+            content = to_json({"error": why})
+            message = ToolMessage(tool_call_id=call.id, name=call.name, content=content)
+            self.run.add(message, synthetic=True, tool_ok=False, seconds=0.0)
+        self.done = len(self.calls)
+
+    def died_again(self, error: SandboxDied) -> bool:
+        """Note which call was running when the sandbox died, if any was. True when it was running
+        already when an earlier attempt's sandbox died: then that is its deed, not the host's."""
+        tool = self.tools[self.done]
+        if error.in_command and tool is not None:
+            error.command = _name_of(tool, self.calls[self.done])
+        return error.command in self.run.parts.fatal_commands
+
+
+def _tool(run: RunState, call: ToolCall) -> Tool | None:
+    tools = run.parts.tools
+    tool = tools.get(call.name)
+    if tool is None and run.parts.policy.repair_tool_names:
+        return tool_meant(call.name, tools)
+    return tool
+
+
+def tool_meant(name: str, tools: Mapping[str, Tool]) -> Tool | None:
+    """The tool meant by a name: in other letters or separators, with a namespace in front or a
+    leaked mark behind, else the nearest one."""
+    plain = _plain(_LEAKED.sub("", name))
+    if not plain:
+        return None
+    known = {_plain(offered): tool for offered, tool in tools.items()}
+    last = _plain(re.split(r"[.:/]", _LEAKED.sub("", name).rstrip(".:/0123456789"))[-1])
+    for candidate in (plain, _SUFFIX.sub("", plain), last, _SUFFIX.sub("", last)):
+        if candidate in known:
+            return known[candidate]
+    near = difflib.get_close_matches(_SUFFIX.sub("", last or plain), known, 1, NEAR)
+    return known[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return _SEPARATORS.sub("_", _CAMEL.sub("_", name.strip()).lower()).strip("_")
+
+
+def _name_of(tool: Tool, call: ToolCall) -> str:
+    """Names a call that ran by what it does: the tool and its arguments, however written."""
+    return digest([tool.name, read_arguments(call.arguments, tool.parameters)])[:ID_LENGTH]
+
+
+async def _run_one(
+    run: RunState, context: ToolContext, call: ToolCall, tool: Tool | None
+) -> _Outcome:
+    if tool is None and not call.name.strip():
+        return _failed("The tool call has no name.", invalid=True)
+    if tool is None:
+        known = ", ".join(run.parts.tools) or "none"
+        return _failed(f"Unknown tool {call.name!r}. Available tools: {known}", invalid=True)
+    try:
+        arguments = read_arguments(call.arguments, tool.parameters)
+    except ToolError as error:
+        return _failed(f"{tool.name}: {error}", invalid=True)
+    start = time.monotonic()
+    try:
+        result = await tool.handler(context, arguments)
+    except ToolError as error:
+        return _failed(str(error), seconds=time.monotonic() - start)
+    except Exception as error:  # carried to its place in call order, and raised there
+        return _Outcome("", ok=False, error=error)
+    return _Outcome(_text(result, tool), result.ok, time.monotonic() - start)
+
+
+def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
+    return _Outcome(clean(to_json({"error": clean(error)})), False, seconds, invalid)
+
+
+def _text(result: ToolResult, tool: Tool) -> str:
+    return clean(cut_middle(result.text, tool.max_chars))
