@@ -2,7 +2,7 @@
 
 The run must have kept its workspaces (`run.keep_workspaces`). What is graded by one grader (the
 environment's code and configuration, or a task's verifier) is graded once: each grade is durable
-before the next one is begun, and the same command goes on where it stopped and tries again what
+before the next one is begun, and the same command continues where it stopped and tries again what
 could not be judged. The grades stand in a table of their own; the rows of the run never change.
 """
 
@@ -169,7 +169,9 @@ async def _open(run_dir: RunDir) -> Driver:
     """A start of the run that changes nothing of what it says of itself."""
     epochs = run_dir.epochs()
     if not epochs:
-        raise UserError(f"{run_dir.path} is no run directory (no epochs/). Give the path of a run")
+        raise UserError(
+            f"{run_dir.path} is not a run directory (no epochs/). Give the path of a run"
+        )
     first, last = run_dir.epoch(epochs[0]), run_dir.epoch(epochs[-1])
     meta = {"regrade": True, "config_hash": last.meta.get("config_hash", "")}
     options = OpenOptions(max_attempts=last.max_attempts)
@@ -179,7 +181,7 @@ async def _open(run_dir: RunDir) -> Driver:
 def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
     """The run's configuration with the changes."""
     if not (path / "run.yaml").exists():
-        raise UserError(f"{path} is no run directory (no run.yaml). Give the path of a run")
+        raise UserError(f"{path} is not a run directory (no run.yaml). Give the path of a run")
     data = load_config(path / "run.yaml")
     for dotted, value in changes:
         if not dotted.startswith(_SETTABLE):

@@ -237,7 +237,7 @@ class Report:
 
     def _stop_line(self) -> str:
         if self.stopped == "interrupted":
-            return f"interrupted. Go on with: {self.resume}"
+            return f"interrupted. Resume with: {self.resume}"
         code = self.exit_code
         return f"stopped: {self.detail}. {self.hint}, then run the same command. (exit {code})"
 

@@ -35,7 +35,7 @@ GROUPS = {
         "batch/test_budgets.py",
         "batch/test_workers.py",
         "bench/test_bench.py",
-        "doors/test_kernel.py",
+        "cli/test_notebook_kernel.py",
         "rl/test_streams.py",
     ),
     # Sandboxes of one ordinary user share the limits of that user.

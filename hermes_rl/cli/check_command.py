@@ -85,7 +85,7 @@ def command(
         return _check_run(path, repair, as_json)
     for_runs = {"--repair": repair, "--tokens": tokens, "--masks": masks, "--secrets": secrets}
     if name := next((name for name, chosen in for_runs.items() if chosen), ""):
-        raise UserError(f"{target} is no run directory; {name} is for runs")
+        raise UserError(f"{target} is not a run directory; {name} is for runs")
     renames = column_map(columns)
     where = {"backend": sandbox, "image": image}
     section = {name: value for name, value in where.items() if value is not None}

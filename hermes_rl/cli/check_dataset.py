@@ -364,7 +364,9 @@ def _explain(rows: list[dict[str, Any]], wrong: list[str], play: Play, out: Path
     ]
     again = replace(play, name="oracle, verified in the agent's sandbox")
     rewards = _run(replayed, again, out / "again")
-    hint = " (it passes in the agent's sandbox: /tmp and services do not reach the grading box)"
+    hint = (
+        " (it passes in the agent's sandbox: /tmp and services do not reach the verifier's sandbox)"
+    )
     return [
         line + hint if rewards.get(line.partition(":")[0], (0.0, None))[0] == 1.0 else line
         for line in wrong

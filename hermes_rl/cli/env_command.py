@@ -138,7 +138,7 @@ def regrade(
 
     The run must have been made with --set run.keep_workspaces=true. The grades stand in the table
     grades, and the groups get new rows; the run's own rows stay. Calls of a judge are bound by the
-    run's budgets (or --set run.budget_usd=2); the same command goes on where it stopped.
+    run's budgets (or --set run.budget_usd=2); the same command continues where it stopped.
 
     Example: hermes-rl env regrade runs/my_env-my-model --set env.config.strict=true
     """
@@ -157,7 +157,7 @@ def regrade(
     else:
         run.print_lines(done.lines())
     if done.stopped is not None:
-        fail(f"{done.why}. The same command goes on. (exit {ExitCode.STOPPED})", "stopped")
+        fail(f"{done.why}. Run the same command to continue. (exit {ExitCode.STOPPED})", "stopped")
         return ExitCode.STOPPED
     if done.nothing:
         fail(f"{path}: nothing could be graded (exit {ExitCode.BAD_INPUT})")
@@ -191,7 +191,7 @@ def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
             raise UserError(f"env.{other} has no name. Give it with --{other} MODEL")
     if env.setdefault("mode", mode) != mode:
         raise UserError(
-            f"{file}: made by `hermes-rl env {env['mode']}`. Go on with that, or use another --out"
+            f"{file}: made by `hermes-rl env {env['mode']}`. Resume it so, or choose another --out"
         )
     if mode == "evaluate":
         env.setdefault("split", "eval")

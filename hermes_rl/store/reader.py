@@ -124,7 +124,9 @@ def load_run(path: str | Path, *, pending: bool = True) -> Run:
     if not epochs:
         near = None if run_dir.path.exists() else nearest_file(run_dir.path)
         instead = f" (did you mean '{run_dir.path.with_name(near)}'?)" if near else ""
-        raise UserError(f"{path} is no run directory (no epochs/){instead}. Give the path of a run")
+        raise UserError(
+            f"{path} is not a run directory (no epochs/){instead}. Give the path of a run"
+        )
     return Run(run_dir, pending=pending, max_attempts=run_dir.epoch(epochs[-1]).max_attempts)
 
 

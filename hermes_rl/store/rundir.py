@@ -86,8 +86,8 @@ class RunDir:
                 others = {p.name for p in self.path.iterdir()} - {*FOLDERS, "LOCK"}
                 if others:
                     raise UserError(
-                        f"{self.path} holds other files ({min(others)}) and is no run directory. "
-                        "Choose another --out"
+                        f"{self.path} contains other files ({min(others)}) and is not a run "
+                        "directory. Choose another --out"
                     )
             for folder in FOLDERS:
                 (self.path / folder).mkdir(parents=True, exist_ok=True)

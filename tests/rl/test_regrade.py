@@ -430,7 +430,7 @@ async def compute_reward(self, task, trajectory, ctx):
 async def test_a_regrade_that_finds_nothing_to_grade_says_which_mistake_it_is(
     lab: Lab, capsys: pytest.CaptureFixture[str], run: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UserError, match=r"no run directory \(no run.yaml\)"):
+    with pytest.raises(UserError, match=r"not a run directory \(no run.yaml\)"):
         await regrade_run(lab.out)
     await lab.run(STRANGE, run=run)
     assert not (lab.out / "workspaces").exists()

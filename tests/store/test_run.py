@@ -97,13 +97,13 @@ async def test_a_newer_run_directory_is_refused(tmp_path: Path) -> None:
 
 async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds other files .notes.txt. .*another --out"):
+    with pytest.raises(UserError, match=r"contains other files .notes.txt. .*another --out"):
         await open_run(tmp_path, made_up.CONFIG)
     with pytest.raises(UserError, match="cannot be written"):
         await open_run(tmp_path / "notes.txt", made_up.CONFIG)
     with pytest.raises(UserError, match="URLs are not supported yet"):
         await open_run("s3://bucket/run", made_up.CONFIG)
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         load_run(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Machines that lack something: the message says what, and what to do."""
+"""Machines that lack something: each message names what is missing and how to get it."""
 
 import os
 import re
@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from doors_kit import PLAYED, clean_environment, process, write
+from cli_runner import ORACLE, clean_environment, run_process, write_rows
 
 ROOT = Path(__file__).parents[2]
 NO_NAMESPACES = (sys.executable, str(Path(__file__).with_name("no_namespaces.py")))
 FORBIDDEN = "user namespaces are forbidden here (bwrap: "
-MEND = "sudo sysctl user.max_user_namespaces=10000"
+FIX = "sudo sysctl user.max_user_namespaces=10000"
 
 
 def ordinary_user() -> list[str]:
-    """Words that run a command as an ordinary user who can read this checkout and Python.
+    """A command prefix that switches to an ordinary user who can read this checkout and Python.
 
     Root ignores the modes of folders; what is left to it here is reading, not writing.
     """
@@ -28,80 +28,87 @@ def ordinary_user() -> list[str]:
 
 
 def small_disk(folder: Path) -> list[str]:
-    """Words that run a command with a disk of 50 MB in `folder`."""
+    """A command prefix that mounts a disk of 50 MB on `folder`."""
     mount = f'mount -t tmpfs -o size=50m small {folder} && exec "$@"'
     user = ["--user", "--map-root-user"] if os.geteuid() else []
     return ["unshare", "--mount", *user, "sh", "-c", mount, "sh"]
 
 
 @pytest.mark.parametrize("out", ["sealed/run", "sealed"])
-def test_a_read_only_folder(out: str, tmp_path: Path) -> None:
-    write(tmp_path / "good.jsonl", {"prompt": "x"})
+def test_read_only_output_folder_is_refused(out: str, tmp_path: Path) -> None:
+    write_rows(tmp_path / "good.jsonl", {"prompt": "x"})
     (tmp_path / "sealed").mkdir(mode=0o555)
     plain = ("--sandbox", "none", "--allow-unsandboxed")
-    said = process(
-        "run", "good.jsonl", *PLAYED, *plain, "--out", out, cwd=tmp_path, under=ordinary_user()
+    result = run_process(
+        "run",
+        "good.jsonl",
+        *ORACLE,
+        *plain,
+        "--out",
+        out,
+        cwd=tmp_path,
+        under=ordinary_user(),
     )
-    assert said.code == 2
-    assert said.error == (
+    assert result.code == 2
+    assert result.error == (
         f"error: {out} cannot be written: Permission denied. Choose another --out"
     )
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
-        ["run", "good.jsonl", *PLAYED],
+        ["run", "good.jsonl", *ORACLE],
         ["run", "good.jsonl", "--model", "oracle", "--workers", "2"],
         ["check", "good.jsonl", "--run"],
         ["play", "good.jsonl", "0"],
     ],
     ids=" ".join,
 )
-def test_no_user_namespaces(words: list[str], tmp_path: Path) -> None:
-    write(tmp_path / "good.jsonl", {"prompt": "x", "verify": "true", "oracle": "true"})
-    said = process(*words, cwd=tmp_path, under=NO_NAMESPACES)
-    assert said.code == 2
-    assert said.error.startswith(f"error: {FORBIDDEN}")
-    assert said.error.endswith(MEND)
+def test_commands_explain_missing_user_namespaces(arguments: list[str], tmp_path: Path) -> None:
+    write_rows(tmp_path / "good.jsonl", {"prompt": "x", "verify": "true", "oracle": "true"})
+    result = run_process(*arguments, cwd=tmp_path, under=NO_NAMESPACES)
+    assert result.code == 2
+    assert result.error.startswith(f"error: {FORBIDDEN}")
+    assert result.error.endswith(FIX)
     assert not (tmp_path / "runs").exists()
 
 
-def test_doctor_without_user_namespaces(tmp_path: Path) -> None:
-    said = process("doctor", "sandboxes", cwd=tmp_path, under=NO_NAMESPACES)
-    assert said.code == 1
-    assert "NO  bubblewrap" in said.out
-    assert FORBIDDEN in said.out
-    assert MEND in said.out
+def test_doctor_explains_missing_user_namespaces(tmp_path: Path) -> None:
+    result = run_process("doctor", "sandboxes", cwd=tmp_path, under=NO_NAMESPACES)
+    assert result.code == 1
+    assert "NO  bubblewrap" in result.out
+    assert FORBIDDEN in result.out
+    assert FIX in result.out
 
 
-def test_doctor_says_that_every_start_compiles_the_packages(tmp_path: Path) -> None:
-    """As in an image that sets the variable and was built without bytecode."""
+def test_doctor_reports_missing_bytecode(tmp_path: Path) -> None:
+    """As in a container image that sets the variable and contains no bytecode."""
     nowhere = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "none")}
-    said = process("doctor", cwd=tmp_path, env=nowhere)
-    assert "PYTHONDONTWRITEBYTECODE is set and the packages are not compiled" in said.out
-    said = process("doctor", cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": ""})
-    assert "bytecode" not in said.out
+    result = run_process("doctor", cwd=tmp_path, env=nowhere)
+    assert "PYTHONDONTWRITEBYTECODE is set and the packages are not compiled" in result.out
+    result = run_process("doctor", cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": ""})
+    assert "bytecode" not in result.out
 
 
-def test_not_enough_disk_for_the_weights(tmp_path: Path) -> None:
-    write(tmp_path / "good.jsonl", {"prompt": "x"})
+def test_too_little_disk_for_the_weights_is_reported(tmp_path: Path) -> None:
+    write_rows(tmp_path / "good.jsonl", {"prompt": "x"})
     cache = tmp_path / "cache"
     cache.mkdir()
-    said = process(
+    result = run_process(
         "run", "good.jsonl", "--model", "local", "--workers", "0",
         "--sandbox", "none", "--allow-unsandboxed",
         cwd=tmp_path, env={"XDG_CACHE_HOME": str(cache)}, under=small_disk(cache),
     )  # fmt: skip
-    assert said.code == 2
-    assert re.match(r"error: not enough disk for the weights: needs 1\.\d GB in ", said.error)
-    assert said.error.endswith("free some space or give --model-path FILE")
+    assert result.code == 2
+    assert re.match(r"error: not enough disk for the weights: needs 1\.\d GB in ", result.error)
+    assert result.error.endswith("free some space or give --model-path FILE")
 
 
-def pretend(folder: Path, change: str) -> Path:
-    """An interpreter that is this one after `change`."""
+def fake_python(folder: Path, change: str) -> Path:
+    """A wrapper of this interpreter that runs `change` first."""
     code = f"import sys; code = sys.argv[2]; {change}; exec(code)"
-    made = folder / "pretended-python"
+    made = folder / "fake-python"
     made.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
     made.chmod(0o755)
     return made
@@ -116,11 +123,11 @@ def pretend(folder: Path, change: str) -> Path:
     ],
     ids=["too old", "no venv", "broken"],
 )
-def test_a_python_that_will_not_do(change: str, line: str, tmp_path: Path) -> None:
+def test_make_demo_refuses_unsuitable_pythons(change: str, line: str, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "scripts", "locks"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    python = pretend(tmp_path, change)
+    python = fake_python(tmp_path, change)
     done = subprocess.run(
         ["make", "demo", f"PYTHON={python}"],
         cwd=tmp_path, capture_output=True, text=True, env=clean_environment(), timeout=30,

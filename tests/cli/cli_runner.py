@@ -1,4 +1,4 @@
-"""The command as a user types it: in this process, or in one of its own, in a fresh folder."""
+"""Run `hermes-rl` as a user types it, in this process or in one of its own, in a new folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unittest import mock
 from hermes_rl.cli import main
 
 COMMAND = str(Path(sys.executable).parent / "hermes-rl")
-PLAYED = ("--model", "oracle", "--workers", "0")
+ORACLE = ("--model", "oracle", "--workers", "0")
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a command left on the terminal."""
+class CommandResult:
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -30,7 +30,7 @@ class Said:
 
     @property
     def error(self) -> str:
-        """The one line that says what is wrong."""
+        """The only error line."""
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, self.err
         return lines[0]
@@ -39,10 +39,10 @@ class Said:
         return json.loads(self.out)
 
 
-def hermes(
-    *words: str | Path, cwd: Path, typed: str = "", env: dict[str, str] | None = None
-) -> Said:
-    """Run `hermes-rl WORDS` in this process, which saves a second; `process` is the real thing."""
+def run_cli(
+    *arguments: str | Path, cwd: Path, typed: str = "", env: dict[str, str] | None = None
+) -> CommandResult:
+    """Run `hermes-rl ARGUMENTS` in this process, which is a second faster than `run_process`."""
     out, err = io.StringIO(), io.StringIO()
     with (
         chdir(cwd),
@@ -51,25 +51,25 @@ def hermes(
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        code = main([str(word) for word in words])
+        code = main(list(map(str, arguments)))
     assert "Traceback" not in out.getvalue() + err.getvalue(), err.getvalue()[-3000:]
-    return Said(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def process(
-    *words: str | Path,
+def run_process(
+    *arguments: str | Path,
     cwd: Path,
     env: dict[str, str] | None = None,
     under: Sequence[str] = (),
     seconds: float = 60.0,
-) -> Said:
-    """Run `hermes-rl WORDS`; whatever happens, nobody sees a traceback.
+) -> CommandResult:
+    """Run `hermes-rl ARGUMENTS` in a process of its own; it must not print a traceback.
 
     Args:
-        under: words before the command, as of setpriv.
+        under: a command, such as setpriv, that starts it.
     """
     done = subprocess.run(
-        [*under, COMMAND, *map(str, words)],
+        [*under, COMMAND, *map(str, arguments)],
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -78,22 +78,22 @@ def process(
         env={**clean_environment(), **(env or {})},
     )
     assert "Traceback" not in done.stdout + done.stderr, done.stderr[-3000:]
-    return Said(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def clean_environment() -> dict[str, str]:
-    """Nobody's keys, no Ray that happens to run, no hub to wait for."""
+    """This environment without API keys, a running Ray and access to the hub."""
     dropped = ("_API_KEY", "RAY_ADDRESS", "COLUMNS")
     kept = {k: v for k, v in os.environ.items() if not k.endswith(dropped)}
     return {**kept, "HF_HUB_OFFLINE": "1"}
 
 
-def write(path: Path, *rows: dict[str, Any]) -> Path:
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def scripted(name: str, *steps: Any, verify: str | None = None) -> dict[str, Any]:
-    """A task that carries what the fake model does."""
+def scripted_task(name: str, *steps: Any, verify: str | None = None) -> dict[str, Any]:
+    """A task whose prompt carries the answers of the fake model."""
     row = {"id": name, "prompt": f"Do {name}.\nSCRIPT: {json.dumps(list(steps))}"}
     return row if verify is None else {**row, "verify": verify}

@@ -1,4 +1,4 @@
-"""Ctrl-C at a command that is no run: it ends and claims nothing."""
+"""Ctrl-C during commands other than `run`."""
 
 import os
 import signal
@@ -8,19 +8,19 @@ import tempfile
 import time
 from pathlib import Path
 
-from doors_kit import COMMAND, write
+from cli_runner import COMMAND, write_rows
 
 
-def test_ctrl_c_ends_a_check_that_plays_and_calls_nothing_right(tmp_path: Path) -> None:
+def test_ctrl_c_during_check_run_reports_no_result(tmp_path: Path) -> None:
     """The tasks take seconds and there are more than run at once, so the check is interrupted
     while it plays."""
     rows = [
         {"id": str(n), "prompt": f"x{n}", "verify": "cd $WORKSPACE", "oracle": "sleep 3"}
         for n in range(20)
     ]
-    write(tmp_path / "t.jsonl", *rows)
+    write_rows(tmp_path / "t.jsonl", *rows)
     with tempfile.TemporaryDirectory() as scratch:
-        Path(scratch).chmod(0o755)  # sandboxes of root's have users of their own
+        Path(scratch).chmod(0o755)  # each sandbox of root has its own user
         checking = subprocess.Popen(
             [COMMAND, "check", "t.jsonl", "--run"],
             cwd=tmp_path,
@@ -28,7 +28,7 @@ def test_ctrl_c_ends_a_check_that_plays_and_calls_nothing_right(tmp_path: Path) 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=_enable_ctrl_c,
         )
         try:
             wait_for(Path(scratch), "hermes-rl-check-*/0/run/journal/*/done-*")
@@ -41,8 +41,8 @@ def test_ctrl_c_ends_a_check_that_plays_and_calls_nothing_right(tmp_path: Path) 
     assert "Traceback" not in err
 
 
-def _hear_ctrl_c() -> None:
-    """A shell may have started the tests with the signal ignored."""
+def _enable_ctrl_c() -> None:
+    """A shell may have started the tests with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -53,17 +53,17 @@ def wait_for(folder: Path, pattern: str) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_while_a_command_is_loaded_is_no_traceback() -> None:
+def test_ctrl_c_during_imports_prints_no_traceback() -> None:
     code = """
 import sys
 from hermes_rl.cli import main
 
-class Pressed:
+class CtrlC:
     def find_spec(self, name, path=None, target=None):
         if name == "typer":
             raise KeyboardInterrupt
 
-sys.meta_path.insert(0, Pressed())
+sys.meta_path.insert(0, CtrlC())
 sys.exit(main(["show", "runs/x"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

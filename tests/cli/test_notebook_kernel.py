@@ -1,4 +1,4 @@
-"""The synchronous doors from a notebook's kernel, where an event loop already runs."""
+"""The synchronous functions in a notebook kernel, where an event loop already runs."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doors_kit import clean_environment, scripted, write
+from cli_runner import clean_environment, scripted_task, write_rows
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 
@@ -21,18 +21,18 @@ class Kernel:
         self.client = client
 
     async def run(self, code: str, seconds: float = 60.0) -> str:
-        """What a cell printed. Raises: AssertionError with the cell's traceback."""
-        said: list[str] = []
+        """Run a cell and return its output. Raises: AssertionError with the cell's traceback."""
+        printed: list[str] = []
 
-        def hear(message: dict[str, Any]) -> None:
+        def collect(message: dict[str, Any]) -> None:
             if message["msg_type"] == "stream":
-                said.append(message["content"]["text"])
+                printed.append(message["content"]["text"])
 
         reply = await self.client.execute_interactive(
-            code, timeout=seconds, output_hook=hear, allow_stdin=False
+            code, timeout=seconds, output_hook=collect, allow_stdin=False
         )
         assert reply["content"]["status"] == "ok", "\n".join(reply["content"]["traceback"])
-        return "".join(said)
+        return "".join(printed)
 
 
 class ThisPython(AsyncKernelManager):
@@ -66,29 +66,28 @@ def agent(base_url: str) -> str:
     )
 
 
-async def test_the_agent_talks_in_a_kernel(kernel: Kernel, base_url: str) -> None:
-    prompt = scripted("chat", *TWO_TURNS)["prompt"]
+async def test_agent_runs_in_a_notebook_kernel(kernel: Kernel, base_url: str) -> None:
+    prompt = scripted_task("chat", *TWO_TURNS)["prompt"]
     await kernel.run(agent(base_url))
     assert await kernel.run(f"print(agent.chat({prompt!r}))") == "wrote it\n"
-    said = await kernel.run(
+    result = await kernel.run(
         f"result = agent.run_conversation({prompt!r}, conversation_history=[])\n"
         "import json; print(json.dumps({k: result[k] for k in ('completed', 'end_reason')}))\n"
         "print([m['role'] for m in result['messages']], result['usage']['total_tokens'] > 0)"
     )
-    first, second = said.splitlines()
+    first, second = result.splitlines()
     assert json.loads(first) == {"completed": True, "end_reason": "answered"}
     assert second == "['system', 'user', 'assistant', 'tool', 'assistant'] True"
     awaited = await kernel.run(
         f"r = await agent.run({prompt!r}, conversation_history=[])\nprint(r['final_response'])"
     )
     assert awaited == "wrote it\n"
-    # The loop of the kernel was never held up, and the sandbox is one and the same.
     assert await kernel.run("import asyncio\nawait asyncio.sleep(0)\nagent.close()") == ""
 
 
-async def test_a_mistake_in_a_kernel_is_one_line(kernel: Kernel) -> None:
+async def test_user_errors_in_a_notebook_are_one_line(kernel: Kernel) -> None:
     for code, line in (
-        ("import hermes_rl; hermes_rl.load_run('nothere')", "UserError: nothere is no run dire"),
+        ("import hermes_rl; hermes_rl.load_run('nothere')", "UserError: nothere is not a run d"),
         ("from batch_runner import run_batch; run_batch({'modle': {}})", "unknown key 'modle'"),
     ):
         reply = await kernel.client.execute_interactive(code, timeout=60, allow_stdin=False)
@@ -111,11 +110,11 @@ def batch(base_url: str, workers: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-async def test_run_batch_in_a_kernel(
+async def test_run_batch_in_a_notebook_kernel(
     workers: int, kernel: Kernel, base_url: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    rows = [scripted(f"t{n}", *TWO_TURNS, verify="grep 1 $WORKSPACE/a") for n in range(3)]
-    write(tmp_path / "my.jsonl", *rows)
+    rows = [scripted_task(f"t{n}", *TWO_TURNS, verify="grep 1 $WORKSPACE/a") for n in range(3)]
+    write_rows(tmp_path / "my.jsonl", *rows)
     if workers:
         cluster = request.getfixturevalue("cluster")
         await kernel.run(f"import os; os.environ.update({cluster!r})")

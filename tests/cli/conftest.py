@@ -1,4 +1,4 @@
-"""The path of this folder, one finished run, and a fake model server in a process of its own."""
+"""Fixtures: a finished run, and a fake model server in a process of its own."""
 
 import json
 import subprocess
@@ -12,21 +12,21 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
-from doors_kit import PLAYED, hermes  # noqa: E402
+from cli_runner import ORACLE, run_cli  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which `hermes-rl run smoke --model oracle` was run; read it only."""
+    """A folder with the run of `hermes-rl run smoke --model oracle`. Read-only."""
     folder = tmp_path_factory.mktemp("finished")
-    said = hermes("run", "smoke", *PLAYED, cwd=folder)
-    assert said.code == 0, said.err
+    result = run_cli("run", "smoke", *ORACLE, cwd=folder)
+    assert result.code == 0, result.err
     return folder
 
 
 @pytest.fixture(scope="session")
 def base_url() -> Iterator[str]:
-    """The address of a fake model server; prompts carry their scripts."""
+    """The address of a fake model server; prompts carry its answers."""
     command = [sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof"]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout

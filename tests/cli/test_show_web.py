@@ -1,4 +1,4 @@
-"""`hermes-rl show --web`: pages that a browser is given, whatever models and programs wrote."""
+"""`hermes-rl show --web`: pages for a browser; text of models and programs is escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doors_kit import PLAYED, hermes, process
+from cli_runner import ORACLE, run_cli, run_process
 
 from batch_runner import wrapped
 from hermes_rl.cli import visible
@@ -24,7 +24,7 @@ HOSTILE = "</pre><script>alert(1)</script><img src=http://127.0.0.1:9/x onerror=
 
 
 class Page(HTMLParser):
-    """The texts of a page by element, and every attribute that names something elsewhere."""
+    """The texts of a page, its tags, event handlers and external references."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Page(HTMLParser):
         return "".join(self.texts)
 
 
-def test_the_table_and_a_trajectory_as_pages(
+def test_show_web_writes_pages_without_external_references(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    table = Page(hermes("show", RUN, "--web", cwd=finished).out)
+    table = Page(run_cli("show", RUN, "--web", cwd=finished).out)
     rows = [
         json.loads(line)
-        for line in hermes("show", RUN, "--json", cwd=finished).out.split("\n")
+        for line in run_cli("show", RUN, "--json", cwd=finished).out.split("\n")
         if line
     ]
     assert len(rows) == 10
@@ -64,9 +64,9 @@ def test_the_table_and_a_trajectory_as_pages(
     assert "10 of 10 solved" in table.text
 
     row = rows[0]
-    said = hermes("show", RUN, row["unit_id"], "--web", cwd=finished)
-    page = Page(said.out)
-    assert Path(said.out.strip()).is_relative_to(tmp_path)
+    result = run_cli("show", RUN, row["unit_id"], "--web", cwd=finished)
+    page = Page(result.out)
+    assert Path(result.out.strip()).is_relative_to(tmp_path)
     for message in row["messages"]:
         for call in message.get("tool_calls") or ():
             assert call["function"]["arguments"]["command"] in page.text
@@ -75,7 +75,7 @@ def test_the_table_and_a_trajectory_as_pages(
     assert page.places == table.places == []
 
 
-def test_what_was_written_is_text_and_images_are_seen(
+def test_pages_escape_hostile_text_and_show_embedded_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "data:image/png;base64," + base64.b64encode(PIXEL).decode()
@@ -91,42 +91,42 @@ def test_what_was_written_is_text_and_images_are_seen(
         "oracle": f"echo '{HOSTILE}'",
     }
     (tmp_path / "t.jsonl").write_text(json.dumps(task) + "\n")
-    assert hermes("run", "t.jsonl", *PLAYED, cwd=tmp_path).code == 0
+    assert run_cli("run", "t.jsonl", *ORACLE, cwd=tmp_path).code == 0
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (unit,) = hermes("show", "runs/t-oracle", "--json", cwd=tmp_path).out.splitlines()
-    for words in ([], [json.loads(unit)["unit_id"][:12]]):
-        page = Page(hermes("show", "runs/t-oracle", *words, "--web", cwd=tmp_path).out)
+    (unit,) = run_cli("show", "runs/t-oracle", "--json", cwd=tmp_path).out.splitlines()
+    for arguments in ([], [json.loads(unit)["unit_id"][:12]]):
+        page = Page(run_cli("show", "runs/t-oracle", *arguments, "--web", cwd=tmp_path).out)
         assert "script" not in page.tags
         assert page.handlers == []
-        assert page.places == ([url] if words else [])
+        assert page.places == ([url] if arguments else [])
         assert "alert(1)" in page.text
         assert "\x1b" not in page.text
     assert "http://127.0.0.1:9/far.png" in page.text
 
 
-def test_a_browser_is_given_the_page(finished: Path, tmp_path: Path) -> None:
-    told, browser = tmp_path / "told", tmp_path / "browser"
-    browser.write_text(f'#!/bin/sh\nprintf %s "$1" >{told}\n')
+def test_show_web_opens_the_browser(finished: Path, tmp_path: Path) -> None:
+    opened, browser = tmp_path / "opened", tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\nprintf %s "$1" >{opened}\n')
     browser.chmod(0o755)
-    said = process(
+    result = run_process(
         "show", RUN, "--web", cwd=finished, env={"BROWSER": str(browser), "TMPDIR": str(tmp_path)}
     )
-    assert said.code == 0
-    assert told.read_text() == Path(said.out.strip()).as_uri()
+    assert result.code == 0
+    assert opened.read_text() == Path(result.out.strip()).as_uri()
 
 
-def test_a_page_or_json(finished: Path) -> None:
-    said = hermes("show", RUN, "--web", "--json", cwd=finished)
-    assert (said.code, said.error) == (2, "error: --web and --json: choose one")
+def test_web_and_json_exclude_each_other(finished: Path) -> None:
+    result = run_cli("show", RUN, "--web", "--json", cwd=finished)
+    assert (result.code, result.error) == (2, "error: --web and --json: choose one")
 
 
-def test_nothing_that_was_written_commands_the_terminal() -> None:
+def test_control_characters_are_escaped_on_the_terminal() -> None:
     assert visible("a\x1b[2J\x9b0m\x07\tb\n\u202ec") == "a\\x1b[2J\\x9b0m\\x07\tb\n\\u202ec"
     assert visible("plain Ünïcödé 漢字\n") == "plain Ünïcödé 漢字\n"
     assert scrub("500: \x1b]0;evil\x07 no") == "500: ]0;evil no"
 
 
-def test_a_narrow_terminal_shows_cost_and_throttling() -> None:
+def test_progress_line_wraps_between_its_parts() -> None:
     speed, spent = "24/min  0:15 left", "41 tok/s  unpriced  429: 0 %"
     line = f"14/20 units  11 solved  0 failed  4 running | {speed} | {spent}"
     assert wrapped(line, 200) == line

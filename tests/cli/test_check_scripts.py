@@ -1,11 +1,11 @@
-"""Scripts of a dataset are parsed by bash many at a time, with the verdict of each by itself."""
+"""`check` parses many scripts with one bash; the result is that of parsing each alone."""
 
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from doors_kit import hermes, write
+from cli_runner import run_cli, write_rows
 
 from hermes_rl.cli import refusals
 
@@ -35,7 +35,7 @@ def bash_refuses(script: str) -> bool:
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_script_is_found_between_good_ones(broken: str) -> None:
+def test_a_broken_script_is_found_among_valid_ones(broken: str) -> None:
     scripts = (*GOOD[:3], broken, *GOOD[3:])
     refused = refusals(scripts)
     assert set(refused) == {script for script in scripts if bash_refuses(script)}
@@ -51,18 +51,18 @@ def test_two_broken_scripts_do_not_complete_each_other() -> None:
     ]
     for first, second in pairs:
         assert set(refusals((first, "echo ok", second))) == {first, second}
-    # An unfinished document is no error to bash; what it would swallow is still looked at.
+    # bash accepts an unterminated here-document; the scripts that follow are still checked.
     assert set(refusals(("cat <<EOF", "if true", "EOF\nfi"))) == {"if true", "EOF\nfi"}
 
 
-def test_ten_thousand_verifiers_take_seconds(tmp_path: Path) -> None:
+def test_ten_thousand_verifiers_are_parsed_within_seconds(tmp_path: Path) -> None:
     script = 'cd "$WORKSPACE"\ntest "$(cat out)" = {} || exit 1\n'
     rows = [{"id": f"t{n}", "prompt": "x", "verify": script.format(n)} for n in range(10_000)]
     rows[7000]["verify"] = "if true"
-    write(tmp_path / "many.jsonl", *rows)
+    write_rows(tmp_path / "many.jsonl", *rows)
     began = time.process_time()
-    said = hermes("check", "many.jsonl", cwd=tmp_path)
-    assert said.code == 2
-    assert said.out.startswith("many.jsonl: 10,000 rows, 1 bad, 10,000 with a verifier")
-    assert "error: many.jsonl:7001: 'verify' is not a bash script: line " in said.err
+    result = run_cli("check", "many.jsonl", cwd=tmp_path)
+    assert result.code == 2
+    assert result.out.startswith("many.jsonl: 10,000 rows, 1 bad, 10,000 with a verifier")
+    assert "error: many.jsonl:7001: 'verify' is not a bash script: line " in result.err
     assert time.process_time() - began < 8  # a bash for each took 10 s of this process alone

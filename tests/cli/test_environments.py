@@ -1,4 +1,4 @@
-"""The shipped environments from the command line, with the configurations that lie beside them."""
+"""The shipped environments from the command line, with their own configurations."""
 
 import json
 import subprocess
@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from doors_kit import clean_environment, hermes
+from cli_runner import clean_environment, run_cli
 
 SHIPPED = Path(__file__).parents[2] / "environments"
 NAMES = sorted(path.parent.name for path in SHIPPED.glob("*/config.yaml"))
-PLAYED = ("--model", "oracle", "--workers", "0", "--limit", "1")
+ORACLE = ("--model", "oracle", "--workers", "0", "--limit", "1")
 
 
 def config_of(name: str) -> str:
@@ -23,21 +23,23 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [row for part in out.glob("trajectories/*") for row in pq.read_table(part).to_pylist()]
 
 
-def test_every_environment_has_a_configuration() -> None:
+def test_every_shipped_environment_has_a_configuration() -> None:
     assert NAMES == ["dialogue_booking", "gsm8k_python", "swe_bugs", "terminal_tasks"]
 
 
 @pytest.mark.parametrize(("mode", "rollouts"), [("process", 8), ("evaluate", 1)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_configuration_plans(name: str, mode: str, rollouts: int, tmp_path: Path) -> None:
-    """Groups of eight to learn from, one rollout of each task to evaluate."""
-    said = hermes(
+def test_shipped_configurations_pass_a_dry_run(
+    name: str, mode: str, rollouts: int, tmp_path: Path
+) -> None:
+    """`process` plans groups of eight, `evaluate` one rollout of each task."""
+    result = run_cli(
         *("env", mode, name, "--config", config_of(name), "--model", "m"),
         *("--base-url", "http://127.0.0.1:9/v1", "--dry-run", "--json"),
         cwd=tmp_path,
     )
-    assert (said.code, said.err) == (0, "")
-    plan = said.json()
+    assert (result.code, result.err) == (0, "")
+    plan = result.json()
     assert plan["units"] == rollouts * plan["rows"] > 0
     assert plan["bad_rows"] == 0
     assert not list(tmp_path.iterdir())
@@ -54,13 +56,13 @@ SLOW = pytest.mark.slow
         pytest.param("terminal_tasks", marks=SLOW),
     ],
 )
-def test_an_environment_runs_as_a_module(name: str, tmp_path: Path) -> None:
+def test_environments_run_as_modules(name: str, tmp_path: Path) -> None:
     """`process` makes a group that its oracle solves, `evaluate` one rollout and its metrics."""
 
     def module(mode: str, *more: str) -> subprocess.CompletedProcess[str]:
-        words = [mode, "--config", config_of(name), *PLAYED, "--json", *more]
+        arguments = [mode, "--config", config_of(name), *ORACLE, "--json", *more]
         return subprocess.run(
-            [sys.executable, "-m", f"environments.{name}", *words],
+            [sys.executable, "-m", f"environments.{name}", *arguments],
             cwd=tmp_path,
             capture_output=True,
             text=True,
