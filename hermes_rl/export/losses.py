@@ -14,6 +14,7 @@ from hermes_rl.export.samples import unparsed
 
 if TYPE_CHECKING:
     from hermes_rl.export.samples import Sample
+    from hermes_rl.export.tokens import TokenItem
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LEFT_OUT: dict[str, str] = _TEXTS["left_out"]
@@ -60,13 +61,15 @@ class Losses:
 
     def leave_out(self, why: str, count: int = 1) -> None:
         """Count what is not written. Args: why: key of `LEFT_OUT`."""
+        assert why in LEFT_OUT
         if count:
-            self.left_out[_known(why, LEFT_OUT)] += count
+            self.left_out[why] += count
 
     def lose(self, what: str, count: int = 1) -> None:
         """Count what is written without something. Args: what: key of `LOST`."""
+        assert what in LOST
         if count and what not in self._holds:
-            self.lost[_known(what, LOST)] += count
+            self.lost[what] += count
 
     def report(self, *, run: str, format: str, out: str, unit: str) -> Report:
         """Return the counters as a record."""
@@ -84,7 +87,8 @@ class Losses:
 
 
 def count_sample(losses: Losses, sample: Sample) -> None:
-    """Count what most message formats cannot hold of a sample that is written."""
+    """Count the trained messages of a sample, and what most message formats cannot hold of it."""
+    losses.trained += sum(sample.trained)
     for message, info in zip(sample.messages, sample.infos, strict=True):
         _count_message(losses, message, info)
     finish = {c["turn"]: c["finish_reason"] for c in sample.row["calls"] or () if is_of_policy(c)}
@@ -112,8 +116,10 @@ def count_rewards(losses: Losses, row: Mapping[str, Any]) -> None:
     losses.lose("reward_parts", 0 if plain else len(parts))
 
 
-def count_rollout(losses: Losses, row: Mapping[str, Any]) -> None:
-    """Count what most token formats cannot hold of a rollout."""
+def count_tokens(losses: Losses, items: Sequence[TokenItem]) -> None:
+    """Count the trained tokens of a rollout, and what most token formats cannot hold of it."""
+    row = items[0].row
+    losses.trained += sum(item.trained for item in items)
     count_rewards(losses, row)
     losses.lose("images", sum(_images(message["content"]) for message in row["messages"]))
 
@@ -129,9 +135,3 @@ def _count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str
     losses.lose("raw_text", info["raw_content"] is not None)
     losses.lose("unparsed_arguments", unparsed(message))
     losses.lose("images", _images(message["content"]))
-
-
-def _known(key: str, table: Mapping[str, str]) -> str:
-    if key not in table:
-        raise KeyError(key)
-    return key

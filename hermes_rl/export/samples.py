@@ -58,8 +58,6 @@ class Piece:
 
     prompt: list[Message]
     completion: list[Message]
-    trained: int
-    """Assistant messages in the completion."""
 
 
 def samples_of(row: Mapping[str, Any], *, raw_arguments: bool = False) -> Iterator[Sample]:
@@ -122,7 +120,7 @@ def text_of_content(content: str | list[dict[str, Any]]) -> str:
     )
 
 
-def in_words(message: Message) -> Message:
+def with_text_content(message: Message) -> Message:
     """Return a message with its content as text, for readers without images in messages."""
     return {**message, "content": text_of_content(message["content"])}
 
@@ -150,20 +148,16 @@ def pieces(sample: Sample) -> Iterator[Piece]:
     Each assistant message is in one completion. One piece, unless one that must not be trained on
     is between others.
     """
-    start, last, count = -1, -1, 0
+    start = last = -1
     for index, (message, trained) in enumerate(zip(sample.messages, sample.trained, strict=True)):
         if trained:
             start = index if start < 0 else start
-            last, count = index, count + 1
+            last = index
         elif message["role"] == "assistant" and start >= 0:
-            yield _piece(sample.messages, start, last, count)
-            start, last, count = -1, -1, 0
+            yield Piece(sample.messages[:start], sample.messages[start : last + 1])
+            start = -1
     if start >= 0:
-        yield _piece(sample.messages, start, last, count)
-
-
-def _piece(messages: list[Message], start: int, last: int, count: int) -> Piece:
-    return Piece(prompt=messages[:start], completion=messages[start : last + 1], trained=count)
+        yield Piece(sample.messages[:start], sample.messages[start : last + 1])
 
 
 def fingerprint(sample: Sample) -> bytes:

@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from hermes_rl.export.losses import Losses, count_rewards, count_rollout, count_sample
-from hermes_rl.export.samples import Sample, fingerprint, samples_of, without_tail
+from hermes_rl.export.losses import Losses, count_rewards, count_sample, count_tokens
+from hermes_rl.export.samples import (
+    Sample,
+    before_untrained,
+    fingerprint,
+    samples_of,
+    without_tail,
+)
 from hermes_rl.export.tokens import TokenItem, digest_of, refusal
 from hermes_rl.images import with_images
 from hermes_rl.leaks import leaks_of_row
@@ -154,21 +160,20 @@ class Scores:
         Args:
             run: with or without a table `groups`.
             graded: group and reward of every rollout in `trajectories`.
-            advantage: which one.
+            advantage: the column of `groups` to read.
         """
         valid = Counter(group for group, reward in graded if reward is not None)
         known: dict[str, Score] = {}
         columns = ["group_id", "trajectory_ids", "rewards", "n_valid", advantage]
         for group in run.arrow("groups", columns).to_pylist():  # the last row of a group counts
             valid[group["group_id"]] = group["n_valid"]
-            for trajectory, reward, worth in zip(
-                group["trajectory_ids"], group["rewards"], group[advantage], strict=True
-            ):
+            columns_of_members = (group["trajectory_ids"], group["rewards"], group[advantage])
+            for trajectory, reward, value in zip(*columns_of_members, strict=True):
                 if trajectory is not None:
-                    known[trajectory] = Score(reward=reward, advantage=worth)
-        rolled = run.arrow("trajectories", ["trajectory_id"])["trajectory_id"] if known else ()
-        others = known.keys() - {one.as_py() for one in rolled}
-        in_failures = sum(known[one].reward is not None for one in others)
+                    known[trajectory] = Score(reward=reward, advantage=value)
+        finished = run.arrow("trajectories", ["trajectory_id"])["trajectory_id"] if known else ()
+        others = known.keys() - {trajectory.as_py() for trajectory in finished}
+        in_failures = sum(known[trajectory].reward is not None for trajectory in others)
         return cls(known, valid, in_failures)
 
     def of_rollout(self, row: Mapping[str, Any]) -> Score:
@@ -185,7 +190,7 @@ class Source:
 
     Args:
         run: the run.
-        format: the format asked for.
+        format: the format to write.
         options: what is exported.
         losses: counts what is read and left out.
     """
@@ -236,6 +241,22 @@ class Source:
             count_sample(self.losses, sample)
             yield sample
 
+    def samples_before_untrained(self) -> Iterator[Sample]:
+        """Yield `samples` for readers that train on every assistant message.
+
+        Each ends before its first assistant message that must not be trained on, with its losses
+        counted.
+        """
+        for whole in self.samples():
+            sample = before_untrained(whole)
+            if any(sample.trained):
+                cut = len(sample.messages) < len(whole.messages)
+                self.losses.lose("cut_before_untrained", cut)
+                count_sample(self.losses, sample)
+                yield sample
+            else:
+                self.losses.leave_out("untrained_before")
+
     def all_contexts(self) -> Iterator[tuple[Sample, list[dict[str, Any]]]]:
         """Yield one sample per context, trainable or not, with all segments of its rollout."""
         for stem in self._stems():
@@ -244,27 +265,25 @@ class Source:
                     if not self._is_duplicate(fingerprint, sample):
                         yield sample, segments
 
-    def token_rollouts(self) -> Iterator[tuple[Mapping[str, Any], list[TokenItem]]]:
-        """Yield rollouts with the segments that this format may take; RL formats get them by
-        group."""
+    def token_rollouts(self) -> Iterator[list[TokenItem]]:
+        """Yield the segments that this format may take, by rollout; RL formats get whole groups."""
         if self._format.rl:
-            yield from ((taken[0].row, taken) for group in self.groups() for taken in group)
+            yield from (items for group in self.groups() for items in group)
             return
         for stem in self._stems():
-            for row, items in self._token_rollouts_of(stem):
-                count_rollout(self.losses, row)
-                yield row, items
+            for items in self._token_rollouts_of(stem):
+                count_tokens(self.losses, items)
+                yield items
 
-    def _token_rollouts_of(self, stem: str) -> Iterator[tuple[dict[str, Any], list[TokenItem]]]:
+    def _token_rollouts_of(self, stem: str) -> Iterator[list[TokenItem]]:
         for raw, segments in self._joined(stem):
             if not segments:
                 self.losses.leave_out("no_tokens")
                 continue
             row = self._decoded(raw)
             items = [self._item(row, segment) for segment in segments]
-            taken = [item for item in items if item is not None]
-            if taken:
-                yield row, taken
+            if taken := [item for item in items if item is not None]:
+                yield taken
 
     def _joined(self, stem: str) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Yield rows that pass the filters with their segments; those without any come last."""
@@ -282,19 +301,14 @@ class Source:
     def _members(self) -> Iterator[tuple[str, list[TokenItem]]]:
         """Yield the group of every rollout with its segments, none when it is left out."""
         for stem in self._stems():
-            came = set()
-            for row, items in self._token_rollouts_of(stem):
-                came.add(row["trajectory_id"])
-                yield row["group_id"], items
+            found = set()
+            for items in self._token_rollouts_of(stem):
+                found.add(items[0].row["trajectory_id"])
+                yield items[0].row["group_id"], items
             for table in self._tables("trajectories", stem, ["group_id", "trajectory_id"]):
                 for row in table.to_pylist():
-                    if row["trajectory_id"] not in came:
+                    if row["trajectory_id"] not in found:
                         yield row["group_id"], []
-
-    def items(self) -> Iterator[TokenItem]:
-        """Yield the segments that this format may take."""
-        for _, taken in self.token_rollouts():
-            yield from taken
 
     def groups(self) -> Iterator[list[list[TokenItem]]]:
         """Yield the segments of whole groups, by rollout. RL formats only.
@@ -315,8 +329,9 @@ class Source:
 
     def _complete(self, group: list[list[TokenItem]]) -> Iterator[list[list[TokenItem]]]:
         if len(group) >= self.options.min_group:
-            for rollout in group:
-                count_rollout(self.losses, rollout[0].row)
+            for items in group:
+                count_tokens(self.losses, items)
+                self.losses.lose("no_advantage", sum(item.advantage is None for item in items))
             yield sorted(group, key=lambda rollout: rollout[0].row["member"])
         else:
             self.losses.leave_out("small_group", len(group))

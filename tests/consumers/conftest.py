@@ -1,7 +1,6 @@
-"""Two runs made by the project's own environment, for the programs of other people to read.
+"""Runs that the project's own environment makes, for other projects' programs to read.
 
-The readers run in `.venv-consumers` (make test-consumers), where hermes_rl is not installed:
-nothing of ours helps them.
+The readers run in environments of their own (make test-consumers), without hermes_rl.
 """
 
 import json
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-# Read by huggingface_hub at import: no test here may ask a hub, and none may use a GPU.
+# huggingface_hub reads this at import. No test here may use a hub or a GPU.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -26,16 +25,16 @@ HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Told:
-    """What `told_run.py` made."""
+class ExportedRun:
+    """The files that `synthetic_run.py` or `engine_run.py` wrote."""
 
     folder: Path
     truth: dict[str, dict[str, Any]]
-    """Trajectory -> `said` (sampled texts in order), `ids`, `logprobs` and `prompts` of the same,
-    `first` (how many of them come before an assistant message of somebody else), `not_said`,
+    """Trajectory -> `texts` (sampled, in order) with their `ids`, `logprobs` and `prompts`; `first`
+    (how many of them come before an assistant message that was not sampled); `other_texts`,
     `reward`, `group`."""
     opened: set[str] = field(default_factory=set)
-    """Formats whose files were asked for."""
+    """Formats whose files were read."""
 
     def export(self, name: str) -> str:
         """The file of a format."""
@@ -43,18 +42,20 @@ class Told:
         self.opened.add(name)
         return str(path)
 
-    def said(self) -> Counter[str]:
+    def sampled_texts(self) -> Counter[str]:
         """Every sampled text, as often as it was sampled."""
-        return Counter(text for facts in self.truth.values() for text in facts["said"])
+        return Counter(text for facts in self.truth.values() for text in facts["texts"])
 
-    def said_first(self) -> list[str]:
-        """Those before any assistant message of somebody else: what formats have room for whose
-        readers train on each assistant message."""
-        return [text for facts in self.truth.values() for text in facts["said"][: facts["first"]]]
+    def texts_before_foreign_answers(self) -> list[str]:
+        """The sampled texts before any other assistant message.
 
-    def not_said(self) -> set[str]:
-        """Results of tools, and what others wrote in an assistant's name."""
-        return {text for facts in self.truth.values() for text in facts["not_said"]}
+        Formats whose readers train on every assistant message contain only these.
+        """
+        return [text for facts in self.truth.values() for text in facts["texts"][: facts["first"]]]
+
+    def other_texts(self) -> set[str]:
+        """Tool results, and assistant messages that were not sampled."""
+        return {text for facts in self.truth.values() for text in facts["other_texts"]}
 
     def check(self, trained: list[str], end: str = "<|im_end|>") -> None:
         """Each sampled text is trained exactly once, and nothing else is.
@@ -63,37 +64,36 @@ class Told:
             trained: decoded labels, one text per training row, in which each turn ends with `end`.
         """
         turns = [turn + end for text in trained for turn in text.split(end)[:-1]]
-        assert Counter(turns) == self.said()
+        assert Counter(turns) == self.sampled_texts()
         assert all(text.endswith(end) for text in trained)
-        assert not any(foreign in text for foreign in self.not_said() for text in trained)
+        assert not any(foreign in text for foreign in self.other_texts() for text in trained)
 
     def check_tokens(self, rows: Iterable[tuple[Sequence[int], Sequence[Any]]]) -> None:
-        """Each sampled token is trained exactly once, in the order in which it was sampled, and
-        nothing else is.
+        """Each sampled token is trained exactly once, in the sampled order, and nothing else is.
 
         Args:
-            rows: the ids of each training row, and beside each whether it is trained.
+            rows: the ids of each training row, and for each id whether it is trained.
         """
         trained: Counter[tuple[int, ...]] = Counter()
         for ids, marks in rows:
             pairs = zip(ids, map(bool, marks), strict=True)
-            for own, run in groupby(pairs, key=itemgetter(1)):
-                trained[tuple(int(token) for token, _ in run)] += own
+            for is_trained, run in groupby(pairs, key=itemgetter(1)):
+                trained[tuple(int(token) for token, _ in run)] += is_trained
         sampled = [tuple(ids) for facts in self.truth.values() for ids in facts["ids"]]
         assert +trained == Counter(sampled)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    line = "reads(*formats): the test has a program of other people read these exports"
+    line = "reads(*formats): another project's program reads these exports in the test"
     config.addinivalue_line("markers", line)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that is left out is a failure: it would hide that nobody reads a format."""
+    """A skipped test is a failure: it would hide that a format is not read."""
     report = yield
     if report.skipped:
-        report.outcome, report.longrepr = "failed", f"left out: {report.longrepr}"
+        report.outcome, report.longrepr = "failed", f"skipped: {report.longrepr}"
     return report
 
 
@@ -102,16 +102,15 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     """The same for a whole file."""
     report = yield
     if report.skipped:
-        report.outcome, report.longrepr = "failed", f"left out: {report.longrepr}"
+        report.outcome, report.longrepr = "failed", f"skipped: {report.longrepr}"
     return report
 
 
 @pytest.fixture(autouse=True)
-def opened_what_it_says(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that is marked as a reader of formats reads these, and no others. (The guard in
-    tests/export counts on the marks.)"""
-    given = {"told", "played", "taught"} & set(request.fixturenames)
-    runs = [request.getfixturevalue(name) for name in given]
+def read_only_marked_formats(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test reads exactly the formats of its mark (tests/export/test_readers.py relies on it)."""
+    names = {"synthetic_run", "engine_run", "exported_run"} & set(request.fixturenames)
+    runs = [request.getfixturevalue(name) for name in names]
     for run in runs:
         run.opened.clear()
     yield
@@ -128,18 +127,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run of oracles, and one of scripted calls of several tools, made by a fake model server."""
-    given = request.config.getoption("--run-dir")
-    if given:
-        return [Path(path) for path in given]
+    """A run of oracles, and one in which a fake model server calls several tools."""
+    if folders := request.config.getoption("--run-dir"):
+        return [Path(path) for path in folders]
     producer = request.config.getoption("--producer")
     if not producer:
-        pytest.fail("say --producer=.venv/bin/python (make test-consumers does) or --run-dir=RUN")
+        pytest.fail("add --producer=.venv/bin/python (make test-consumers does) or --run-dir=RUN")
     out = tmp_path_factory.mktemp("runs")
     produce(producer, HERE / "tasks.jsonl", out / "oracle", "--model", "oracle")
     with fake_server(producer) as url:
         scripted = ["--model", "scripted", "--base-url", url, "--toolsets", "terminal,file"]
-        # The slip of one of them must stand in its row, not be asked for again.
+        # The mistake in one of the answers must stay in its row.
         for switch in ("reask_cut_calls", "reask_arguments"):
             scripted += ["--set", f"agent.switches.{switch}=false"]
         produce(producer, HERE / "scripted.jsonl", out / "scripted", *scripted)
@@ -155,7 +153,7 @@ def produce(producer: str, tasks: Path, out: Path, *options: str) -> None:
 
 @contextmanager
 def fake_server(producer: str, *options: str) -> Iterator[str]:
-    """The base URL of a fake model server that lives as long as the context."""
+    """Start a fake model server and return its base URL."""
     command = [producer, "-m", "hermes_rl.testing.fake_server", "--until-eof", *options]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -169,43 +167,47 @@ def fake_server(producer: str, *options: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def parquet(runs: list[Path]) -> list[str]:
-    """The files as a user would name them."""
+    """Patterns of the files of the runs."""
     return [str(run / "trajectories" / "*.parquet") for run in runs]
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> str:
-    """A cache of its own for `datasets`, so that no earlier run answers for this one."""
+    """A new cache for `datasets`, so that no earlier file is read."""
     return str(tmp_path / "cache")
 
 
 @pytest.fixture(scope="session")
-def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """A told run in all formats that `hermes-rl export` offers."""
-    return made_by("told_run.py", request, tmp_path_factory)
+def synthetic_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ExportedRun:
+    """A run made from events, in all formats."""
+    return run_script("synthetic_run.py", request, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """A whole run against the token-exact engine, whose log is the truth, in all formats."""
-    return made_by("played_run.py", request, tmp_path_factory)
+def engine_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ExportedRun:
+    """A run on the token-exact engine, whose log is the truth, in all formats."""
+    return run_script("engine_run.py", request, tmp_path_factory)
 
 
-@pytest.fixture(params=["told", "played"])
-def taught(request: pytest.FixtureRequest) -> Told:
+@pytest.fixture(params=["synthetic_run", "engine_run"])
+def exported_run(request: pytest.FixtureRequest) -> ExportedRun:
     """Each of the two."""
-    run: Told = request.getfixturevalue(request.param)
+    run: ExportedRun = request.getfixturevalue(request.param)
     return run
 
 
-def made_by(
+def run_script(
     script: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Told:
+) -> ExportedRun:
     producer = request.config.getoption("--producer")
     if not producer:
-        pytest.fail("say --producer=.venv/bin/python (make test-consumers does)")
+        pytest.fail("add --producer=.venv/bin/python (make test-consumers does)")
     out = tmp_path_factory.mktemp(Path(script).stem)
     command = [producer, str(HERE / script), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Told(out, json.loads((out / "truth.json").read_text(encoding="utf-8")))
+    return ExportedRun(out, json.loads((out / "truth.json").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""What a trainer brings along, made here without a hub: a byte tokenizer and a one-layer model."""
+"""Tokenizers and a one-layer model for trainers, without a hub."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
-def tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """One token per byte, so that any text comes back as it was; one of TRL's chat templates."""
+def load_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte, and one of TRL's chat templates."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -26,7 +26,7 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(vocabulary: int) -> Qwen2ForCausalLM:
-    """Random weights, about ten thousand of them."""
+    """A model of about ten thousand random weights."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
@@ -40,11 +40,11 @@ def tiny_model(vocabulary: int) -> Qwen2ForCausalLM:
 
 
 def byte_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a told run, with this folder's template."""
-    words = PreTrainedTokenizerFast(
+    """The tokenizer of an exported run, with the template of this folder."""
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-    words.chat_template = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
-    return words
+    tokenizer.chat_template = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
+    return tokenizer

@@ -1,4 +1,4 @@
-"""A run against the token-exact engine, exported: what is trained is what the engine sampled."""
+"""A run on the token-exact engine: exports train exactly on the tokens that were sampled."""
 
 import json
 from collections import Counter
@@ -26,8 +26,8 @@ WHOLE = ExportOptions(min_group=1)
 
 
 @pytest.fixture
-async def told_by_engine(tmp_path: Path) -> tuple[Path, list[Truth]]:
-    """The run, and every answer that the engine sampled for it."""
+async def engine_run(tmp_path: Path) -> tuple[Path, list[Truth]]:
+    """The run, and the log entry of every answer that the engine sampled for it."""
     async with engine_in(tmp_path) as engine:
         report = await run_on(engine, tmp_path, SCRIPTS, "vllm")
         assert report.stats["units"]["done"] == len(SCRIPTS), report.stats
@@ -36,23 +36,23 @@ async def told_by_engine(tmp_path: Path) -> tuple[Path, list[Truth]]:
 
 
 def trained(rows: Iterable[tuple[list[int], list[bool]]]) -> Counter[tuple[int, ...]]:
-    """The stretches that are trained on."""
+    """Count the runs of consecutive trained tokens."""
     found: Counter[tuple[int, ...]] = Counter()
     for ids, mask in rows:
         start = None
-        for place, own in enumerate([*mask, False]):
-            if own and start is None:
+        for place, is_trained in enumerate([*mask, False]):
+            if is_trained and start is None:
                 start = place
-            elif not own and start is not None:
+            elif not is_trained and start is not None:
                 found[tuple(ids[start:place])] += 1
                 start = None
     return found
 
 
-async def test_every_token_format_trains_on_what_was_sampled(
-    told_by_engine: tuple[Path, list[Truth]],
+async def test_every_token_format_trains_on_the_sampled_tokens(
+    engine_run: tuple[Path, list[Truth]],
 ) -> None:
-    run, truth = told_by_engine
+    run, truth = engine_run
     sampled = Counter(entry.sampled_ids for entry in truth)
     rows = load_run(run).arrow("segments").to_pylist()  # in the order in which they ended
     assert [len(runs_of(row)) for row in rows if row["task_id"] == "t0"] == [2]
@@ -74,16 +74,16 @@ async def test_every_token_format_trains_on_what_was_sampled(
     assert sum("tool_calls" in m for m in answers) == len(PLAIN) + 3
 
 
-async def test_atif_holds_prompt_ids_and_logprobs_of_each_answer(
-    told_by_engine: tuple[Path, list[Truth]],
+async def test_atif_contains_prompt_ids_and_logprobs_of_each_answer(
+    engine_run: tuple[Path, list[Truth]],
 ) -> None:
-    run, truth = told_by_engine
+    run, truth = engine_run
     steps = [step for line in lines(run, "atif") for step in line["steps"]]
     found = [s["metrics"] for s in steps if s["source"] == "agent"]
     logprobs = {(e.prompt_ids, e.sampled_ids): e.raw_logprobs for e in truth}
-    asked = [(tuple(m["prompt_token_ids"]), tuple(m["completion_token_ids"])) for m in found]
-    assert Counter(asked) == Counter((e.prompt_ids, e.sampled_ids) for e in truth)
-    for ids, metrics in zip(asked, found, strict=True):
+    answers = [(tuple(m["prompt_token_ids"]), tuple(m["completion_token_ids"])) for m in found]
+    assert Counter(answers) == Counter((e.prompt_ids, e.sampled_ids) for e in truth)
+    for ids, metrics in zip(answers, found, strict=True):
         assert metrics["logprobs"] == pytest.approx(logprobs[ids], abs=1e-5)
         assert metrics["completion_tokens"] == len(metrics["completion_token_ids"])
         assert metrics["prompt_tokens"] == len(metrics["prompt_token_ids"])

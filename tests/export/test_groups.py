@@ -1,4 +1,4 @@
-"""Rewards, advantages and groups on their way to RL trainers."""
+"""Groups, rewards and advantages in formats for RL trainers."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import made_up
 import msgspec
 import pyarrow.parquet as pq
 import pytest
-import told
+import rollouts
 
 from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
@@ -20,43 +20,48 @@ from hermes_rl.rl import grpo
 from hermes_rl.store import Derived, Finished, Group, JournalWriter, Publisher, open_run
 
 REWARDS = (1.0, 0.0, None, 0.5, None, None, 1.0, None)
-"""Of two groups of four: valid are three, and one."""
+"""Of two groups of four: the first has three valid members, the second has one."""
 
 RL = [name for name in FORMATS if FORMATS[name].rl]
 
 
 def name_of(number: int) -> str:
-    return trajectory_id(told.unit(number), 1, 0)
+    return trajectory_id(rollouts.unit(number), 1, 0)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Members without a reward failed: their rows and tokens are no row of trajectories."""
+    """Members without a reward failed, so they have no row in `trajectories`."""
     rows = []
     for number, reward in enumerate(REWARDS):
-        segments = [told.segment(number, [5, 6, 7, number], [2, 3], reward=reward)]
+        segments = [rollouts.segment(number, [5, 6, 7, number], [2, 3], reward=reward)]
         cause = "sandbox_died" if reward is None else None
         rows.append(
-            told.finished(
-                number, told.quoted(), reward=reward, cause=cause, segments=segments, size=4
+            rollouts.finished(
+                number,
+                rollouts.with_quoted_answer(),
+                reward=reward,
+                cause=cause,
+                segments=segments,
+                size=4,
             )
         )
-    return told.write(tmp_path / "run", rows)
+    return rollouts.write(tmp_path / "run", rows)
 
 
 def group(number: int, rewards: tuple[float | None, ...], at: int = 1) -> Group:
-    """The group's row as the batch runner writes it, with scores of its own."""
+    """A row of table `groups` as the batch runner writes it."""
     members = range(4 * number, 4 * number + 4)
     valid = [r is not None for r in rewards]
     known = iter(grpo([r for r in rewards if r is not None]))
     return made_up.group(
         number,
         at,
-        group_id=told.unit(10**6 + number),
+        group_id=rollouts.unit(10**6 + number),
         size=4,
         n_valid=sum(valid),
         members=list(range(4)),
-        unit_ids=[told.unit(m) for m in members],
+        unit_ids=[rollouts.unit(m) for m in members],
         trajectory_ids=[name_of(m) if REWARDS[m] is not None else None for m in members],
         rewards=list(rewards),
         valid=valid,
@@ -70,7 +75,7 @@ def group(number: int, rewards: tuple[float | None, ...], at: int = 1) -> Group:
 
 def publish(run: Path, *groups: Group) -> None:
     async def add() -> None:
-        async with await open_run(run, told.IDENTITY) as driver:
+        async with await open_run(run, rollouts.IDENTITY) as driver:
             await driver.publish(Derived(groups=groups))
 
     asyncio.run(add())
@@ -106,7 +111,7 @@ def test_the_groups_table_gives_rewards_and_advantages(run: Path) -> None:
     assert [r["response_ids"] for r in rows(other.out)] == [[7, 0], [7, 1], [7, 3]]
 
 
-def test_members_that_only_a_regrade_could_judge_are_told(run: Path) -> None:
+def test_members_that_only_a_regrade_could_grade_are_reported(run: Path) -> None:
     graded = group(0, (1.0, 0.0, 0.25, 0.5))
     known = [name_of(member) for member in range(4)]
     publish(run, msgspec.structs.replace(graded, trajectory_ids=known))
@@ -115,14 +120,13 @@ def test_members_that_only_a_regrade_could_judge_are_told(run: Path) -> None:
     assert "judged_later" not in export_run(run, "trl-tokens").left_out
 
 
-def test_groups_come_in_the_order_of_the_dataset_whoever_wrote_their_members(
+def test_groups_of_several_workers_are_in_the_order_of_the_dataset(
     tmp_path: Path,
 ) -> None:
-    """Two workers with a dozen batches each: what is held for a group are a few batches, not all
-    that one worker wrote."""
+    """Two workers wrote twelve batches each: a group is complete after a few of them."""
 
     async def write() -> None:
-        async with await open_run(tmp_path / "run", told.IDENTITY) as driver:
+        async with await open_run(tmp_path / "run", rollouts.IDENTITY) as driver:
             for worker in range(2):
                 async with JournalWriter(driver.run_dir, driver.epoch, worker) as journal:
                     publisher = Publisher(journal)
@@ -131,8 +135,10 @@ def test_groups_come_in_the_order_of_the_dataset_whoever_wrote_their_members(
                         await publisher.drain()
 
     def made(number: int) -> Finished:
-        segments = [told.segment(number, [5, 6, 7, number], [2, 3], reward=1.0)]
-        return told.finished(number, told.quoted(), reward=1.0, segments=segments, size=2)
+        segments = [rollouts.segment(number, [5, 6, 7, number], [2, 3], reward=1.0)]
+        return rollouts.finished(
+            number, rollouts.with_quoted_answer(), reward=1.0, segments=segments, size=2
+        )
 
     asyncio.run(write())
     assert len(list((tmp_path / "run/segments").iterdir())) == 24
@@ -142,13 +148,13 @@ def test_groups_come_in_the_order_of_the_dataset_whoever_wrote_their_members(
     ]
 
 
-def test_the_reward_that_is_filtered_by_is_the_one_that_is_written(run: Path) -> None:
+def test_rewards_of_a_regrade_are_filtered_by_and_written(run: Path) -> None:
     publish(run, group(0, (0.25, 0.75, None, 0.5), at=2))  # graded again
     report = export_run(run, "trl", options=ExportOptions(min_reward=0.5))
     assert [row["reward"] for row in rows(report.out)] == [0.75, 0.5, 1.0]
 
 
-def test_an_atropos_group_is_whole(run: Path) -> None:
+def test_an_atropos_line_contains_the_whole_group(run: Path) -> None:
     publish(run, group(0, (1.0, 0.0, None, 0.5)), group(1, (None, None, 1.0, None)))
     report = export_run(run, "atropos")
     (line,) = rows(report.out)
@@ -162,7 +168,7 @@ def test_an_atropos_group_is_whole(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RL)
-def test_members_that_a_filter_takes_leave_a_smaller_group(name: str, run: Path) -> None:
+def test_filters_make_groups_smaller(name: str, run: Path) -> None:
     report = export_run(run, name, options=ExportOptions(min_reward=0.5))
     assert report.trained == 2 * 2
     with pytest.raises(UserError, match=r"Left out: 2 rollouts below .*; 2 rollouts of groups"):
@@ -170,19 +176,19 @@ def test_members_that_a_filter_takes_leave_a_smaller_group(name: str, run: Path)
 
 
 @pytest.mark.parametrize("name", RL)
-def test_no_member_is_sent_alone_for_want_of_the_others_tokens(name: str, tmp_path: Path) -> None:
+def test_a_member_without_exact_tokens_makes_its_group_smaller(name: str, tmp_path: Path) -> None:
     """A trainer would take its reward for its advantage."""
     made = []
     for number in range(4):
         more: dict[str, Any] = {"token_source": "retokenized"} if number == 1 else {}
-        segment = told.segment(number, [1, 2], [1], **more)
-        made.append(told.finished(number, told.quoted(), segments=[segment]))
-    report = export_run(told.write(tmp_path / "run", made), name)
+        segment = rollouts.segment(number, [1, 2], [1], **more)
+        made.append(rollouts.finished(number, rollouts.with_quoted_answer(), segments=[segment]))
+    report = export_run(rollouts.write(tmp_path / "run", made), name)
     assert report.trained == 2
     assert report.left_out == {"small_group": 1, "retokenized": 1}
 
 
-def test_the_recipe_of_the_training_page_takes_one_branch_of_each_rollout(tmp_path: Path) -> None:
+def test_the_recipe_of_the_training_page_draws_one_branch_per_rollout(tmp_path: Path) -> None:
     """In proportion to its trained tokens, so that over the epochs none of them is dropped."""
     page = Path(__file__).parents[2] / "docs/training.md"
     (code,) = re.findall(r"```python\n(import random\n.*?)```", page.read_text(), re.DOTALL)
@@ -191,10 +197,10 @@ def test_the_recipe_of_the_training_page_takes_one_branch_of_each_rollout(tmp_pa
     made = []
     for number in range(2):
         forked = {"n_branches": 2, "parent_branch": 0, "branch_kind": "fork"}
-        later = told.segment(number, [1, 5, 2, 2, 2, 3], [2, 3, 4], branch_index=1, **forked)
-        segments = [told.segment(number, [1, 2], [1], n_branches=2), later]
-        made.append(told.finished(number, told.quoted(), segments=segments))
-    report = export_run(told.write(tmp_path / "run", made), "trl-grpo")
+        later = rollouts.segment(number, [1, 5, 2, 2, 2, 3], [2, 3, 4], branch_index=1, **forked)
+        segments = [rollouts.segment(number, [1, 2], [1], n_branches=2), later]
+        made.append(rollouts.finished(number, rollouts.with_quoted_answer(), segments=segments))
+    report = export_run(rollouts.write(tmp_path / "run", made), "trl-grpo")
     data = datasets.Dataset.from_parquet(str(report.out), cache_dir=str(tmp_path / "cache"))
     drawn = [recipe["one_branch_each"](data, seed) for seed in range(200)]
     assert all(len(set(rows["trajectory_id"])) == len(rows) == 2 for rows in drawn)
@@ -210,10 +216,10 @@ def test_the_recipe_of_the_training_page_takes_one_branch_of_each_rollout(tmp_pa
         ("trl-tokens", "trl-tokens leaves no such tokens out"),
     ],
 )
-def test_allow_retokenized_is_refused_where_it_changes_nothing(
+def test_allow_retokenized_is_refused_if_it_changes_nothing(
     name: str, why: str, tmp_path: Path
 ) -> None:
-    run = told.write(tmp_path / "run", [told.finished(0, told.simple())])
+    run = rollouts.write(tmp_path / "run", [rollouts.finished(0, rollouts.tool_calls_and_answer())])
     with pytest.raises(UserError, match=f"^--allow-retokenized changes nothing: .*{why}"):
         export_run(run, name, options=ExportOptions(allow_retokenized=True))
 
@@ -222,22 +228,25 @@ def test_allow_retokenized_is_refused_where_it_changes_nothing(
 def test_only_exact_tokens_with_logprobs_go_to_rl_trainers(name: str, tmp_path: Path) -> None:
     kinds: list[dict[str, Any]] = [
         {"token_source": "retokenized", "trainable": False, "logprobs": [None, None]},
-        {"trainable": False, "exclude_reason": "raw logprobs"},
+        {"trainable": False, "exclude_reason": "raw_logprobs"},
         {"logprobs": [None, None]},
         {},
     ]
     made = [
-        told.finished(
-            n, told.quoted(), segments=[told.segment(n, [1, 2], [1], **more)], size=len(kinds)
+        rollouts.finished(
+            n,
+            rollouts.with_quoted_answer(),
+            segments=[rollouts.segment(n, [1, 2], [1], **more)],
+            size=len(kinds),
         )
         for n, more in enumerate(kinds)
     ]
-    run = told.write(tmp_path / "run", made)
+    run = rollouts.write(tmp_path / "run", made)
     report = export_run(run, name, options=ExportOptions(min_group=1))
     assert report.trained == 1
     assert report.left_out == {"retokenized": 1, "not_trainable": 1, "no_logprobs": 1}
-    asked = ExportOptions(min_group=1, allow_retokenized=True)
-    report = export_run(run, name, options=asked)
+    requested = ExportOptions(min_group=1, allow_retokenized=True)
+    report = export_run(run, name, options=requested)
     assert report.trained == 2
     text = json.dumps(rows(report.out))
     assert "-0.5" not in text or name != "atropos"  # one without: its whole group has none

@@ -1,29 +1,37 @@
-"""Other programs' files come back as runs that can be shown, evaluated and exported."""
+"""Files of other programs become runs that can be shown, evaluated and exported."""
 
+import copy
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
-import told
-from hypothesis import given, settings
+import rollouts
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.export import (
     ExportOptions,
+    Origin,
+    RolloutNamer,
     conversation,
     export_run,
     import_file,
     messages_of,
+    rollouts_of,
     tools_of,
 )
 from hermes_rl.messages import to_openai
-from hermes_rl.store import load_run
+from hermes_rl.segments import row_faults
+from hermes_rl.store import encode, load_run
 
-ROW = {
+ROW: dict[str, Any] = {
     "prompt_index": 3,
     "conversations": [
         {"from": "system", "value": 'Call functions.\n<tools>\n[{"name": "terminal"}]\n</tools>'},
@@ -96,10 +104,10 @@ def test_a_hermes_row_becomes_a_trajectory(tmp_path: Path) -> None:
     assert run.stats["units"]["done"] == 2
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    """Exported as hermes' rows, imported and exported again: the same conversations."""
-    rows = [told.finished(n, story) for n, story in enumerate(told.STORIES)]
-    first = export_run(told.write(tmp_path / "run", rows), "sharegpt", tmp_path / "one.jsonl")
+def test_export_and_import_keep_conversations(tmp_path: Path) -> None:
+    """Exported, imported and exported again, the conversations are equal."""
+    rows = [rollouts.finished(n, events) for n, events in enumerate(rollouts.EVENT_STREAMS)]
+    first = export_run(rollouts.write(tmp_path / "run", rows), "sharegpt", tmp_path / "one.jsonl")
     import_file(first.out, "hermes", tmp_path / "back")
     second = export_run(tmp_path / "back", "sharegpt", tmp_path / "two.jsonl")
     one, two = (
@@ -120,7 +128,7 @@ plain = texts.map(str.strip).filter(lambda t: "<" not in t)
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """A conversation in the form of rows: calls with any arguments, results with any content."""
+    """A conversation: calls with any arguments, results with any content."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": draw(texts)}]
     for turn in range(draw(st.integers(0, 3))):
         answer: dict[str, Any] = {"role": "assistant", "content": draw(plain)}
@@ -145,16 +153,16 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @settings(deadline=None)
 @given(conversations())
-def test_any_conversation_survives_the_form(messages: list[dict[str, Any]]) -> None:
-    """What calls and results hold comes back, tags of the form included."""
-    turns = conversation(messages, told.TOOLS)
+def test_any_conversation_survives_conversion_and_parsing(messages: list[dict[str, Any]]) -> None:
+    """Calls and results are read back, also if they contain tags of the format."""
+    turns = conversation(messages, rollouts.TOOLS)
     back = [to_openai(m, parsed_arguments=True) for m in messages_of(turns)]
-    assert [said(m) for m in back] == [said(m) for m in messages]
-    assert tools_of(turns) == told.TOOLS
+    assert [comparable(m) for m in back] == [comparable(m) for m in messages]
+    assert tools_of(turns) == rollouts.TOOLS
 
 
-def said(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as far as the form tells it: JSON results by their value."""
+def comparable(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with JSON results as values: the format does not keep their spacing."""
     if message["role"] != "tool":
         return message
     content = message["content"]
@@ -198,7 +206,7 @@ def test_an_atropos_group_becomes_a_group(tmp_path: Path) -> None:
     assert [[m["content"] for m in s] for s in one["messages"]] == [["q", "a"], ["q", "b"]]
 
 
-def test_the_check_of_tokens_finds_no_fault_in_imported_ones(
+def test_imported_tokens_pass_the_check_of_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run", exact=True)
@@ -207,12 +215,12 @@ def test_the_check_of_tokens_finds_no_fault_in_imported_ones(
     assert load_run(tmp_path / "run").stats["exact_tokens"]["fork_rate"] == 0.0
 
 
-def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) -> None:
+def test_tokens_of_unknown_origin_need_allow_retokenized_in_rl_formats(tmp_path: Path) -> None:
     import_file(write(tmp_path / "g.jsonl", GROUP), "atropos", tmp_path / "run")
     with pytest.raises(UserError, match="2 token segments that were retokenized"):
         export_run(tmp_path / "run", "verl-rl")
-    asked = ExportOptions(allow_retokenized=True)
-    assert export_run(tmp_path / "run", "verl-rl", options=asked).samples == 2
+    options = ExportOptions(allow_retokenized=True)
+    assert export_run(tmp_path / "run", "verl-rl", options=options).samples == 2
     assert export_run(tmp_path / "run", "trl-tokens").samples == 2
 
 
@@ -245,7 +253,7 @@ def test_tokens_of_unknown_origin_go_to_no_rl_trainer_unasked(tmp_path: Path) ->
         ("hermes", '{"conversations": [], "toolsets_used": 5}', "a list"),
     ],
 )
-def test_a_bad_line_is_named_and_leaves_nothing(
+def test_a_bad_line_is_named_and_no_run_is_left(
     tmp_path: Path, origin: Any, line: str, message: str
 ) -> None:
     good = json.dumps(ROW) + "\n" if origin == "hermes" else ""
@@ -255,7 +263,7 @@ def test_a_bad_line_is_named_and_leaves_nothing(
     assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
 
 
-def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+def test_a_line_of_invalid_utf_8_is_named(tmp_path: Path) -> None:
     line = b'{"conversations": [{"from": "human", "value": "gr\xfc\xdfe"}]}\n'
     (tmp_path / "x.jsonl").write_bytes(json.dumps(ROW).encode() + b"\n" + line)
     with pytest.raises(UserError, match=r"x\.jsonl:2: invalid JSON .*utf-8"):
@@ -265,15 +273,15 @@ def test_a_line_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("origin", ["hermes", "atropos"])
 @pytest.mark.parametrize("text", ["", "\n\n"])
-def test_a_file_without_rollouts_is_a_mistake(tmp_path: Path, origin: Any, text: str) -> None:
+def test_a_file_without_rollouts_is_refused(tmp_path: Path, origin: Any, text: str) -> None:
     (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="holds no rollout"):
         import_file(tmp_path / "x.jsonl", origin, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
-def test_half_characters_of_a_foreign_file_do_no_harm(tmp_path: Path) -> None:
-    """An escape of half a character, within JSON within the line's JSON."""
+def test_lone_surrogates_of_an_imported_file_are_replaced(tmp_path: Path) -> None:
+    """Escaped, in JSON inside the JSON of the line."""
     half = "\\ud83d"
     turns = [
         {"from": "human", "value": "Go."},
@@ -293,14 +301,70 @@ def test_half_characters_of_a_foreign_file_do_no_harm(tmp_path: Path) -> None:
     assert result["content"] == "\ufffd"
 
 
-def test_the_command_line_goes_both_ways(
+CHANGEABLE_GROUP: dict[str, Any] = {**GROUP, "overrides": [{}, {"a": 1}], "group_overrides": {}}
+SNIPPETS = ("<tool_call>\n", "</tool_call>", "<think>", "<tools>[", '{"a": ', "assistant")
+odd_text = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(SNIPPETS)
+odd = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | odd_text,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(odd_text, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to each value of a row."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from paths_of(value[key], (*path, key))
+
+
+def changed(row: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    made = copy.deepcopy(row)
+    at: Any = made
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return made
+
+
+def import_row(origin: Origin, row: dict[str, Any], *, exact: bool = False) -> None:
+    """Fold the rollouts of a row, and encode them like the journal does."""
+    with suppress(UserError):
+        for made in rollouts_of(row, 1, origin, RolloutNamer("c" * 64), exact):
+            encode(made.row)
+            for segment in made.segments:
+                encode(segment)
+                assert not list(row_faults(msgspec.structs.asdict(segment)))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(paths_of(ROW))), odd)
+@example(("metadata", "timestamp"), "9999-99-99")
+def test_any_change_of_a_hermes_row_is_imported_or_refused(
+    path: tuple[Any, ...], value: Any
+) -> None:
+    import_row("hermes", changed(ROW, path, value))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(paths_of(CHANGEABLE_GROUP))), odd, st.booleans())
+def test_any_change_of_an_atropos_group_is_imported_or_refused(
+    path: tuple[Any, ...], value: Any, exact: bool
+) -> None:
+    import_row("atropos", changed(CHANGEABLE_GROUP, path, value), exact=exact)
+
+
+def test_the_commands_import_and_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def hermes_rl(*words: str) -> tuple[int, str, str]:
-        """Within this process: each of its own takes half a second to start."""
-        code = main(words)
+    def hermes_rl(*arguments: str) -> tuple[int, str, str]:
+        """In this process: a new one takes half a second to start."""
+        code = main(arguments)
         return code, *capsys.readouterr()
 
     write(tmp_path / "old.jsonl", ROW)
@@ -312,9 +376,9 @@ def test_the_command_line_goes_both_ways(
     report = json.loads(hermes_rl("export", "runs/old", "--to", "openai", "--json")[1])
     assert report["lost"] == {"reasoning": 1}
     assert report["out"] == "runs/old/exports/openai.jsonl"
-    said = hermes_rl("export", "runs/old", "--to", "openai", "--end-reason", "answered")[1]
-    assert "1 samples of 1 rollouts, 2 messages to train on" in said
-    assert "1  messages with reasoning text" in said
+    out = hermes_rl("export", "runs/old", "--to", "openai", "--end-reason", "answered")[1]
+    assert "1 samples of 1 rollouts, 2 messages to train on" in out
+    assert "1  messages with reasoning text" in out
     assert "prime-rl" in hermes_rl("export", "runs/old", "--to", "list")[1]
     bad = hermes_rl("export", "runs/old", "--to", "trl", "--end-reason", "bored")[2]
     assert bad.startswith("error: --end-reason: no ending 'bored'")

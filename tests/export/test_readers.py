@@ -1,7 +1,7 @@
-"""Every format that is listed is read by a program of other people, in a test that CI runs.
+"""Every listed format is read by another project's program, in a test that CI runs.
 
-Those tests run in environments of their own (`make test-consumers`) and say by a mark which formats
-they read; their conftest holds them to it, and makes a failure of a test that is left out.
+Those tests run in separate environments (`make test-consumers`). A mark names the formats that a
+test reads; their conftest checks it, and fails if a test was not run.
 """
 
 import ast
@@ -19,47 +19,48 @@ CONSUMERS = ROOT / "tests" / "consumers"
 
 
 def marked(path: Path) -> Iterator[str]:
-    """The formats that the tests of a file say they read."""
+    """The formats that the tests of a file are marked with."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.reads":
-                    yield from (ast.literal_eval(word) for word in mark.args)
+                    yield from (ast.literal_eval(name) for name in mark.args)
 
 
 def commands() -> Iterator[list[str]]:
-    """What `make test-consumers` runs pytest with, whoever asks."""
+    """The arguments of each pytest command of `make test-consumers`."""
     command, plain = ["make", "-n", "test-consumers"], {"PATH": os.environ["PATH"]}
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
     for line in done.stdout.splitlines():
-        words = shlex.split(line)
-        if "pytest" in words:
-            yield words[words.index("pytest") + 1 :]
+        arguments = shlex.split(line)
+        if "pytest" in arguments:
+            yield arguments[arguments.index("pytest") + 1 :]
 
 
-def run_by(words: list[str], path: Path) -> bool:
-    """Whether a call of pytest collects a file."""
-    left_out = [w.removeprefix("--ignore=") for w in words if w.startswith("--ignore=")]
-    within = [ROOT / word for word in words if word.startswith("tests/") and word[-4:] != ".ini"]
-    if any(path.is_relative_to(ROOT / name) for name in left_out):
-        return False
-    return any(path.is_relative_to(place) for place in within)
+def collects(arguments: list[str], path: Path) -> bool:
+    """Whether a pytest command collects a file."""
+    ignored = [a.removeprefix("--ignore=") for a in arguments if a.startswith("--ignore=")]
+    paths = [a for a in arguments if a.startswith("tests/") and not a.endswith(".ini")]
+    inside, outside = (
+        any(path.is_relative_to(ROOT / name) for name in names) for names in (paths, ignored)
+    )
+    return inside and not outside
 
 
-def test_each_listed_format_has_a_reader_that_a_test_runs() -> None:
+def test_each_format_is_read_by_another_program_in_a_test() -> None:
     read = {name for path in CONSUMERS.rglob("test_*.py") for name in marked(path)}
     assert read == set(FORMATS)
 
 
-def test_ci_runs_each_of_these_tests_in_one_environment() -> None:
-    calls = list(commands())
+def test_ci_runs_each_reader_test_in_one_environment() -> None:
+    found = list(commands())
     for path in CONSUMERS.rglob("test_*.py"):
-        assert sum(run_by(words, path) for words in calls) == 1, path
-    assert not [word for words in calls for word in words if word in ("-k", "-m", "--deselect")]
+        assert sum(collects(arguments, path) for arguments in found) == 1, path
+    assert not {"-k", "-m", "--deselect"} & {a for arguments in found for a in arguments}
     assert "step make test-consumers\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_docs_name_the_versions_that_are_tested() -> None:
+def test_docs_name_the_tested_versions() -> None:
     locks = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "locks").glob("consumers*.txt"))
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `[a-z].*", page, re.M)

@@ -1,19 +1,19 @@
-"""One sample per context, each assistant message trained once."""
+"""Samples for supervised training: one per context, each assistant message trained once."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import told
+import rollouts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.export import Sample, before_untrained, fingerprint, pieces, samples_of, without_tail
 
 
-def row_of(story: Sequence[Any]) -> dict[str, Any]:
-    row = msgspec.to_builtins(told.finished(0, story).row)
+def row_of(events: Sequence[Any]) -> dict[str, Any]:
+    row = msgspec.to_builtins(rollouts.finished(0, events).row)
     row["messages"] = [msgspec.json.decode(text) for text in row["messages"]]
     return row
 
@@ -21,13 +21,13 @@ def row_of(story: Sequence[Any]) -> dict[str, Any]:
 def trained(sample: Sample) -> list[str]:
     return [
         m["content"] or m["tool_calls"][0]["id"]
-        for m, own in zip(sample.messages, sample.trained, strict=True)
-        if own
+        for m, is_trained in zip(sample.messages, sample.trained, strict=True)
+        if is_trained
     ]
 
 
-def test_a_context_shows_what_it_kept_and_trains_only_what_is_new() -> None:
-    first, second = samples_of(row_of(told.compacted()))
+def test_a_context_contains_kept_messages_and_trains_only_new_ones() -> None:
+    first, second = samples_of(row_of(rollouts.with_two_contexts()))
     assert [m["role"] for m in first.messages] == ["user", "assistant", "tool", "assistant", "tool"]
     assert trained(first) == ["e", "f"]
     assert [m["content"] for m in second.messages] == [
@@ -41,8 +41,8 @@ def test_a_context_shows_what_it_kept_and_trains_only_what_is_new() -> None:
     assert second.copied == [True, True, True, False, False]
 
 
-def test_a_summary_from_before_the_context_stands_after_what_was_kept() -> None:
-    row = row_of(told.compacted())
+def test_a_summary_from_before_the_context_follows_the_kept_messages() -> None:
+    row = row_of(rollouts.with_two_contexts())
     row["contexts"][1] = {"start": 6, "kept": [0], "summary_index": 5, "reason": "compacted"}
     _, second = samples_of(row)
     assert [m["content"] for m in second.messages] == [
@@ -52,32 +52,35 @@ def test_a_summary_from_before_the_context_stands_after_what_was_kept() -> None:
     ]
 
 
-def test_the_harness_and_the_prompt_are_never_trained() -> None:
-    (sample,) = samples_of(row_of(told.nudged()))
-    assert trained(sample) == ["First own words.", "d"]
-    (sample,) = samples_of(row_of(told.quoted()))
+def test_messages_of_the_harness_and_of_the_prompt_are_not_trained() -> None:
+    (sample,) = samples_of(row_of(rollouts.with_synthetic_messages()))
+    assert trained(sample) == ["First answer.", "d"]
+    (sample,) = samples_of(row_of(rollouts.with_quoted_answer()))
     assert trained(sample) == ["Four."]
 
 
-def test_pieces_part_where_an_assistant_message_must_not_be_trained() -> None:
-    (sample,) = samples_of(row_of(told.nudged()))
+def test_pieces_split_at_assistant_messages_that_must_not_be_trained() -> None:
+    (sample,) = samples_of(row_of(rollouts.with_synthetic_messages()))
     one, two = pieces(sample)
     assert [m["content"] for m in one.prompt] == ["Go."]
-    assert [m["content"] for m in one.completion] == ["First own words."]
-    assert [m["content"] for m in two.prompt] == ["Go.", "First own words.", "(empty)", "Go on."]
+    assert [m["content"] for m in one.completion] == ["First answer."]
+    assert [m["content"] for m in two.prompt] == ["Go.", "First answer.", "(empty)", "Continue."]
     assert [m["tool_calls"][0]["id"] for m in two.completion] == ["d"]
 
 
-def test_what_trains_everything_is_cut_before_what_must_not_be() -> None:
-    (sample,) = samples_of(row_of(told.nudged()))
-    assert [m["content"] for m in before_untrained(sample).messages] == ["Go.", "First own words."]
-    (sample,) = samples_of(row_of(told.quoted()))
+def test_a_sample_is_cut_before_the_first_untrainable_assistant_message() -> None:
+    (sample,) = samples_of(row_of(rollouts.with_synthetic_messages()))
+    assert [m["content"] for m in before_untrained(sample).messages] == ["Go.", "First answer."]
+    (sample,) = samples_of(row_of(rollouts.with_quoted_answer()))
     assert before_untrained(sample).messages == []
-    assert len(without_tail(next(samples_of(row_of(told.nudged())))).messages) == 5
+    assert (
+        len(without_tail(next(samples_of(row_of(rollouts.with_synthetic_messages())))).messages)
+        == 5
+    )
 
 
-def test_fingerprints_see_no_ids_of_calls() -> None:
-    def seen(name: str, command: str = "ls", trained: bool = True, tools: int = 2) -> bytes:
+def test_fingerprints_ignore_call_ids() -> None:
+    def hashed(name: str, command: str = "ls", trained: bool = True, tools: int = 2) -> bytes:
         function = {"name": "terminal", "arguments": {"command": command}}
         messages: list[dict[str, Any]] = [
             {
@@ -88,7 +91,7 @@ def test_fingerprints_see_no_ids_of_calls() -> None:
             {"role": "tool", "tool_call_id": name, "content": "x"},
         ]
         sample = Sample(
-            row={"tools": told.TOOLS[:tools]},
+            row={"tools": rollouts.TOOLS[:tools]},
             context=0,
             contexts=1,
             messages=messages,
@@ -98,8 +101,8 @@ def test_fingerprints_see_no_ids_of_calls() -> None:
         )
         return fingerprint(sample)
 
-    assert seen("a") == seen("b")
-    others = {seen("a"), seen("a", "cat"), seen("a", trained=False), seen("a", tools=1)}
+    assert hashed("a") == hashed("b")
+    others = {hashed("a"), hashed("a", "cat"), hashed("a", trained=False), hashed("a", tools=1)}
     assert len(others) == 4
 
 
@@ -121,7 +124,7 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(rows())
-def test_every_own_message_is_trained_exactly_once(row: dict[str, Any]) -> None:
+def test_every_message_of_the_policy_is_trained_exactly_once(row: dict[str, Any]) -> None:
     samples = list(samples_of(row))
     wanted = Counter(
         m["content"]
@@ -137,4 +140,3 @@ def test_every_own_message_is_trained_exactly_once(row: dict[str, Any]) -> None:
         if m["role"] == "assistant"
     )
     assert in_pieces == wanted
-    assert sum(p.trained for s in samples for p in pieces(s)) == wanted.total()

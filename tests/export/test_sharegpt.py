@@ -1,5 +1,4 @@
-"""hermes-agent's from/value form, byte for byte as its rows have it (docs/export.md tells the two
-places where ours are otherwise)."""
+"""hermes-agent's from/value turns, byte for byte (docs/export.md lists the two differences)."""
 
 import json
 from typing import Any
@@ -13,7 +12,7 @@ from hermes_rl.export import conversation, messages_of, tools_of
 TOOLS = [
     {"type": "function", "function": {"name": "terminal", "description": "Grüße", "parameters": {}}}
 ]
-ASK = {"role": "user", "content": "List <b>grüße</b>.\n"}
+PROMPT = {"role": "user", "content": "List <b>grüße</b>.\n"}
 
 
 def called(*arguments: Any, **more: Any) -> dict[str, Any]:
@@ -33,14 +32,14 @@ def result(content: str, number: int = 1, name: str = "terminal") -> dict[str, A
 
 
 def turns(*messages: dict[str, Any]) -> list[tuple[str, str]]:
-    """From the second turn on: the first is the fixed system turn."""
-    return [(t["from"], t["value"]) for t in conversation([ASK, *messages], TOOLS)[1:]]
+    """The turns after the fixed system turn."""
+    return [(t["from"], t["value"]) for t in conversation([PROMPT, *messages], TOOLS)[1:]]
 
 
 def test_a_call_and_its_result() -> None:
     listing = '{"output": "a.txt", "exit_code": 0, "error": null}'
-    told = turns(called({"command": "ls"}, reasoning_content="Need the listing."), result(listing))
-    assert told == [
+    answer = called({"command": "ls"}, reasoning_content="Need the listing.")
+    assert turns(answer, result(listing)) == [
         ("human", "List <b>grüße</b>.\n"),
         (
             "gpt",
@@ -55,11 +54,9 @@ def test_a_call_and_its_result() -> None:
     ]
 
 
-def test_several_calls_text_and_results_of_one_turn() -> None:
-    told = turns(
-        called({"b": 1, "a": "ä"}, {}, content="Looking."), result("[1, 2]"), result("{bad", 2)
-    )
-    assert told[1:] == [
+def test_several_calls_and_their_results_share_turns() -> None:
+    answer = called({"b": 1, "a": "ä"}, {}, content="Looking.")
+    assert turns(answer, result("[1, 2]"), result("{bad", 2))[1:] == [
         (
             "gpt",
             "<think>\n</think>\nLooking.\n"
@@ -76,7 +73,7 @@ def test_several_calls_text_and_results_of_one_turn() -> None:
     ]
 
 
-SPOKEN = [
+ANSWERS = [
     ("Two.\n", None, "<think>\n</think>\nTwo."),
     ("Two.", "Count.", "<think>\nCount.\n</think>\nTwo."),
     ("Two.", " \n", "<think>\n</think>\nTwo."),
@@ -90,8 +87,10 @@ SPOKEN = [
 ]
 
 
-@pytest.mark.parametrize(("content", "reasoning", "value"), SPOKEN)
-def test_an_answer(content: str, reasoning: str | None, value: str) -> None:
+@pytest.mark.parametrize(("content", "reasoning", "value"), ANSWERS)
+def test_an_answer_begins_with_its_reasoning(
+    content: str, reasoning: str | None, value: str
+) -> None:
     message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
     assert turns(message)[1:] == [("gpt", value)]
 
@@ -106,20 +105,20 @@ def test_an_answer(content: str, reasoning: str | None, value: str) -> None:
         ),
     ],
 )
-def test_words_before_a_call(content: str, value: str) -> None:
+def test_text_before_a_call_is_kept(content: str, value: str) -> None:
     call = '<tool_call>\n{"name": "terminal", "arguments": {}}\n</tool_call>'
     assert turns(called({}, content=content))[1:] == [("gpt", value + call)]
 
 
-def test_the_system_turn_is_fixed_and_holds_the_tools() -> None:
-    first = conversation([{"role": "system", "content": "Secret."}, ASK], TOOLS)[0]
+def test_the_system_turn_is_fixed_and_lists_the_tools() -> None:
+    first = conversation([{"role": "system", "content": "Secret."}, PROMPT], TOOLS)[0]
     assert first["from"] == "system"
     assert "Secret." not in first["value"]
     listed = json.dumps([TOOLS[0]["function"]], ensure_ascii=False)
     assert f"\n<tools>\n{listed}\n</tools>\n" in first["value"]
     assert "{'title': 'FunctionCall', 'type': 'object'" in first["value"]
     assert "<tool_call>\n{'name': <function-name>, 'arguments': " in first["value"]
-    assert first == conversation([ASK], TOOLS)[0]
+    assert first == conversation([PROMPT], TOOLS)[0]
     assert tools_of([first]) == TOOLS
 
 
@@ -132,25 +131,19 @@ TEXTS = st.lists(
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), TEXTS)
-def test_tags_inside_of_values_close_nothing_and_come_back(said: list[str], output: str) -> None:
-    """Where a value holds a tag of the form its `<` is escaped: JSON means the same by it, and no
-    reader that looks for tags takes it for the end. All other values are as they are."""
-    told = conversation(
-        [
-            ASK,
-            called(*({"text": one} for one in said)),
-            *(result(output, n) for n in range(1, len(said) + 1)),
-        ],
-        TOOLS,
-    )
-    _, _, gpt, tool = told
-    assert gpt["value"].count("<tool_call>") == gpt["value"].count("</tool_call>") == len(said)
-    assert tool["value"].count("<tool_response>") == len(said)
-    assert tool["value"].count("</tool_response>") == len(said)
-    plain = json.dumps({"name": "terminal", "arguments": {"text": said[0]}}, ensure_ascii=False)
-    tagged = any(tag in said[0] for tag in TAGS)
+def test_tags_inside_values_are_escaped_and_read_back(texts: list[str], output: str) -> None:
+    """The `<` of a tag inside a value is escaped, so that readers do not take it for the end."""
+    results = (result(output, n) for n in range(1, len(texts) + 1))
+    answer = called(*({"text": text} for text in texts))
+    written = conversation([PROMPT, answer, *results], TOOLS)
+    _, _, gpt, tool = written
+    assert gpt["value"].count("<tool_call>") == gpt["value"].count("</tool_call>") == len(texts)
+    assert tool["value"].count("<tool_response>") == len(texts)
+    assert tool["value"].count("</tool_response>") == len(texts)
+    plain = json.dumps({"name": "terminal", "arguments": {"text": texts[0]}}, ensure_ascii=False)
+    tagged = any(tag in texts[0] for tag in TAGS)
     assert tagged or plain in gpt["value"]
-    _, answer, *results = messages_of(told)
-    assert [json.loads(c.arguments) for c in answer.tool_calls] == [{"text": one} for one in said]
-    for one in results:
+    _, parsed, *parsed_results = messages_of(written)
+    assert [json.loads(c.arguments) for c in parsed.tool_calls] == [{"text": t} for t in texts]
+    for one in parsed_results:
         assert one.content == output or json.loads(one.content) == json.loads(output)

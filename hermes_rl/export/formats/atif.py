@@ -27,7 +27,6 @@ def _rows(source: Source) -> Iterator[Row]:
     for sample, segments in source.all_contexts():
         losses = source.losses
         count_sample(losses, sample)
-        losses.trained += sum(sample.trained)
         if not sample.messages:
             losses.leave_out("nothing_to_train")
             continue

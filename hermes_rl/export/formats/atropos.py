@@ -17,15 +17,13 @@ def _rows(source: Source) -> Iterator[Row]:
     """One line per group, written when its last member was read."""
     for group in source.groups():
         items = [item for rollout in group for item in rollout]
-        source.losses.trained += sum(item.trained for item in items)
         source.losses.lose("branches", len(items) - len(group))
-        yield _scored(items, source)
+        yield _scored(items)
 
 
-def _scored(items: list[TokenItem], source: Source) -> Row:
+def _scored(items: list[TokenItem]) -> Row:
     logprobs = [item.logprobs(1.0) for item in items]
-    advantages = [_spread(item) for item in items]
-    source.losses.lose("no_advantage", sum(a is None for a in advantages))
+    advantages = [_per_token_advantage(item) for item in items]
     return {
         "tokens": [item.ids for item in items],
         "masks": [item.labels for item in items],
@@ -41,7 +39,7 @@ def _scored(items: list[TokenItem], source: Source) -> Row:
     }
 
 
-def _spread(item: TokenItem) -> list[float] | None:
+def _per_token_advantage(item: TokenItem) -> list[float] | None:
     """Repeat the advantage of a sequence for each of its tokens."""
     return None if item.advantage is None else [item.advantage] * len(item.ids)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hermes_rl.export.samples import Sample, encode_json, in_words, opening, pieces
+from hermes_rl.export.samples import Sample, encode_json, opening, pieces, with_text_content
 from hermes_rl.export.source import IDS, JSON_LIST, Format, Row, Source
 from hermes_rl.export.tokens import TokenItem
 
@@ -59,11 +59,9 @@ def segment_columns(*names: str, more: Mapping[str, Column] | None = None) -> di
 
 def segment_rows(source: Source, columns: Mapping[str, Column]) -> Iterator[tuple[TokenItem, Row]]:
     """Yield the segments with their rows."""
-    for item in source.items():
-        source.losses.trained += item.trained
-        if "advantage" in columns:
-            source.losses.lose("no_advantage", item.advantage is None)
-        yield item, {name: value(item) for name, (_, value) in columns.items()}
+    for items in source.token_rollouts():
+        for item in items:
+            yield item, {name: value(item) for name, (_, value) in columns.items()}
 
 
 def types_of(columns: Mapping[str, Column]) -> dict[str, Any]:
@@ -103,9 +101,8 @@ def _of_sample(sample: Sample) -> Row:
 
 def _marked(source: Source) -> Iterator[Row]:
     for sample in source.samples_without_tail():
-        source.losses.trained += sum(sample.trained)
         marked = zip(sample.messages, sample.trained, strict=True)
-        messages = [encode_json({**in_words(m), "training": t}) for m, t in marked]
+        messages = [encode_json({**with_text_content(m), "training": t}) for m, t in marked]
         yield {"messages": messages, **_of_sample(sample)}
 
 
@@ -113,10 +110,9 @@ def _pieces(source: Source) -> Iterator[Row]:
     for sample in source.samples_without_tail():
         shared = _of_sample(sample)
         for piece in pieces(sample):
-            source.losses.trained += piece.trained
             yield {
-                "prompt": [encode_json(in_words(m)) for m in piece.prompt],
-                "completion": [encode_json(in_words(m)) for m in piece.completion],
+                "prompt": [encode_json(with_text_content(m)) for m in piece.prompt],
+                "completion": [encode_json(with_text_content(m)) for m in piece.completion],
                 **shared,
             }
 

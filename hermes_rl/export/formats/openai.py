@@ -17,7 +17,6 @@ def _rows(source: Source) -> Iterator[Row]:
     for sample in source.samples_without_tail():
         parts = zip(sample.messages, sample.infos, sample.trained, strict=True)
         messages = [_convert(message, info, trained) for message, info, trained in parts]
-        source.losses.trained += sum(sample.trained)
         line: Row = {"messages": messages}
         if sample.row["tools"]:
             line["tools"] = sample.row["tools"]

@@ -20,13 +20,12 @@ from hermes_rl.export.tokens import TokenItem
 
 def _rows(source: Source) -> Iterator[Row]:
     """One episode per rollout."""
-    for row, items in source.token_rollouts():
-        source.losses.trained += sum(item.trained for item in items)
-        yield episode(row, items, source)
+    return (_episode(items, source) for items in source.token_rollouts())
 
 
-def episode(row: Mapping[str, Any], items: list[TokenItem], source: Source) -> Row:
-    """One rollout: a trace per agent."""
+def _episode(items: list[TokenItem], source: Source) -> Row:
+    """Make the episode of one rollout: a trace per agent."""
+    row = items[0].row
     task = {
         "type": row["env_name"] or "hermes_rl",
         "data": {"idx": row["row_index"], "id": row["task_id"]},
@@ -36,24 +35,30 @@ def episode(row: Mapping[str, Any], items: list[TokenItem], source: Source) -> R
     by_agent: dict[str, list[TokenItem]] = defaultdict(list)
     for item in items:
         by_agent[item.segment["agent_name"]].append(item)
+    traces = [_trace(_Transcript(row, agent, source), task, of) for agent, of in by_agent.items()]
     return {
         "id": row["trajectory_id"],
         "env": {"id": row["env_name"] or "hermes_rl"},
         "task": task,
         "group": {"id": row["group_id"]},
         "ok": True,
-        "traces": [_trace(agent, row, task, calls, source) for agent, calls in by_agent.items()],
+        "traces": traces,
     }
 
 
-def _trace(
-    agent: str, row: Mapping[str, Any], task: Row, items: list[TokenItem], source: Source
-) -> Row:
-    transcript = _Transcript(row, agent, source)
+def _trace(transcript: _Transcript, task: Row, items: list[TokenItem]) -> Row:
+    row, agent = transcript.row, transcript.agent
     nodes: list[Row] = []
     for item in items:
-        source.losses.lose("no_advantage", item.advantage is None)
-        _add_path(nodes, item, transcript)
+        parent = None
+        for node in _path(item, transcript):
+            node["timestamp"] = row["started_at"].timestamp()
+            if parent is None:
+                node["tools"] = [_tool(tool["function"]) for tool in row["tools"]]
+            else:
+                node["parent"] = parent
+            parent = len(nodes)
+            nodes.append(node)
     return {
         "id": row["trajectory_id"] if agent == "main" else f"{row['trajectory_id']}-{agent}",
         "task": task,
@@ -104,54 +109,31 @@ class _Transcript:
         return zip(self.row["messages"], self.row["message_info"], strict=True)
 
 
-def _add_path(nodes: list[Row], item: TokenItem, transcript: _Transcript) -> None:
-    """Append the nodes of one segment, from a root of its own."""
-    path = _Path(nodes, item)
-    since = 0
+def _path(item: TokenItem, transcript: _Transcript) -> Iterator[Row]:
+    """Yield the nodes of one segment, the root first."""
+    ids, logprobs, since = item.ids, item.logprobs(0.0), 0
     for sampled, start, end, turn in _runs(item.segment):
         if sampled:
-            path.add_answer(transcript.answer(turn), start, end)
-            since = turn
+            message, since = transcript.answer(turn), turn
+            training = _training(item, logprobs, start, end)
+            yield {"message": message, "token_ids": ids[start:end], **training}
             continue
-        following = item.segment["turn_ids"][end] if end < len(item.ids) else since
+        following = item.segment["turn_ids"][end] if end < len(ids) else since
         for place, message in enumerate(transcript.before(following, since)):
-            path.add_context(message, start if place == 0 else end, end)
+            added = ids[start:end] if place == 0 else []
+            yield {"message": message, "token_ids": added, "mask": [False] * len(added)}
 
 
-class _Path:
-    """Appends the nodes of one branch."""
-
-    def __init__(self, nodes: list[Row], item: TokenItem) -> None:
-        self._nodes = nodes
-        self._item = item
-        self._logprobs = item.logprobs(0.0)
-        self._ids = item.ids
-        self._parent: int | None = None
-
-    def add_context(self, message: Row, start: int, end: int) -> None:
-        """Add a message that the policy did not write, with the tokens from `start` to `end`."""
-        self._add(message, start, end, {"mask": [False] * (end - start)})
-
-    def add_answer(self, message: Row, start: int, end: int) -> None:
-        """Add a sampled message."""
-        mask = self._item.segment["loss_mask"][start:end]
-        training: Row = {"mask": mask, "sampled": any(mask)}
-        if self._logprobs is not None:
-            pairs = zip(self._logprobs[start:end], mask, strict=True)
-            training["logprobs"] = [p for p, trained in pairs if trained]
-        if self._item.advantage is not None:
-            training["advantages"] = [self._item.advantage] * sum(mask)
-        self._add(message, start, end, training)
-
-    def _add(self, message: Row, start: int, end: int, training: Row) -> None:
-        node: Row = {"message": message, "token_ids": self._ids[start:end], **training}
-        node["timestamp"] = self._item.row["started_at"].timestamp()
-        if self._parent is not None:
-            node["parent"] = self._parent
-        else:
-            node["tools"] = [_tool(t["function"]) for t in self._item.row["tools"]]
-        self._parent = len(self._nodes)
-        self._nodes.append(node)
+def _training(item: TokenItem, logprobs: list[float] | None, start: int, end: int) -> Row:
+    """Return what a trainer learns from the sampled tokens from `start` to `end`."""
+    mask = item.segment["loss_mask"][start:end]
+    training: Row = {"mask": mask, "sampled": any(mask)}
+    if logprobs is not None:
+        pairs = zip(logprobs[start:end], mask, strict=True)
+        training["logprobs"] = [p for p, trained in pairs if trained]
+    if item.advantage is not None:
+        training["advantages"] = [item.advantage] * sum(mask)
+    return training
 
 
 def _runs(segment: Mapping[str, Any]) -> Iterator[tuple[bool, int, int, int]]:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from hermes_rl.export.losses import count_sample
-from hermes_rl.export.samples import Message, Sample, before_untrained, text_of_content
+from hermes_rl.export.samples import Message, Sample, text_of_content
 from hermes_rl.export.source import Format, Row, Source
 
 SYSTEM = """\
@@ -40,15 +39,8 @@ _TAG = re.compile(r"<(?=/?(?:tool_call|tool_response|think)>)")
 
 def _rows(source: Source) -> Iterator[Row]:
     """One line per context."""
-    for whole in source.samples():
-        sample = before_untrained(whole)
-        if not any(sample.trained):
-            source.losses.leave_out("untrained_before")
-            continue
-        source.losses.lose("cut_before_untrained", len(sample.messages) < len(whole.messages))
+    for sample in source.samples_before_untrained():
         source.losses.lose("prompts", sum(m["role"] == "system" for m in sample.messages))
-        count_sample(source.losses, sample)
-        source.losses.trained += sum(sample.trained)
         yield {
             "prompt_index": sample.row["row_index"],
             "conversations": conversation(sample.messages, sample.row["tools"]),

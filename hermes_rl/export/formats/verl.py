@@ -14,10 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from hermes_rl.export.formats.columns import segment_columns, segment_rows, types_of
-from hermes_rl.export.losses import count_sample
 from hermes_rl.export.samples import (
     Message,
-    before_untrained,
     encode_json,
     opening,
     text_of_content,
@@ -29,16 +27,9 @@ from hermes_rl.export.source import Columns, Format, Row, Source
 def _conversations(source: Source) -> Iterator[Row]:
     """One row per context."""
     kind = _tools_type(source)
-    for whole in source.samples():
-        sample = without_tail(before_untrained(whole))
-        if not any(sample.trained):
-            source.losses.leave_out("untrained_before")
-            continue
-        losses = source.losses
-        losses.lose("cut_before_untrained", sum(whole.trained) > sum(sample.trained))
-        count_sample(losses, sample)
-        losses.lose("results_in_a_row", _side_by_side(sample.messages))
-        losses.trained += sum(sample.trained)
+    losses = source.losses
+    for sample in map(without_tail, source.samples_before_untrained()):
+        losses.lose("results_in_a_row", _has_consecutive_results(sample.messages))
         row: Row = {
             "messages": [_message(m) for m in sample.messages],
             "enable_thinking": any("reasoning_content" in m for m in sample.messages),
@@ -106,7 +97,7 @@ def _as_read(tools: list[Any], kind: Any) -> Any:
     return pa.array([tools], type=kind).to_pylist()[0]
 
 
-def _side_by_side(messages: list[Message]) -> bool:
+def _has_consecutive_results(messages: list[Message]) -> bool:
     return any(a["role"] == b["role"] == "tool" for a, b in pairwise(messages))
 
 

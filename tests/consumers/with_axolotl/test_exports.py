@@ -1,4 +1,4 @@
-"""Axolotl reads the exports by its own detection, strategies and masks."""
+"""Axolotl reads the exports with its own detection, strategies and masks."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 from axolotl.prompt_strategies import load
 from axolotl.utils.data.wrappers import get_dataset_wrapper
 from axolotl.utils.dict import DictDefault
-from conftest import Told
+from conftest import ExportedRun
 from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerFast
 
@@ -18,9 +18,9 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def words(taught: Told) -> PreTrainedTokenizerFast:
+def tokenizer(exported_run: ExportedRun) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
-        tokenizer_file=str(taught.folder / "tokenizer.json"),
+        tokenizer_file=str(exported_run.folder / "tokenizer.json"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
@@ -29,89 +29,92 @@ def words(taught: Told) -> PreTrainedTokenizerFast:
     return made
 
 
-def prepared(path: str, words: PreTrainedTokenizerFast, cache: str, **dataset: Any) -> Dataset:
-    """What Axolotl makes of a file."""
+def prepared(path: str, tokenizer: PreTrainedTokenizerFast, cache: str, **dataset: Any) -> Dataset:
+    """Load a file as Axolotl does."""
     kind = "json" if path.endswith(".jsonl") else "parquet"
     data = load_dataset(kind, data_files=path, split="train", cache_dir=cache)
     config = DictDefault({"path": path, "type": "chat_template", **dataset})
     cfg = DictDefault(
         {"sequence_len": 8192, "train_on_inputs": False, "dataset_num_proc": 1, "eot_tokens": None}
     )
-    wrapped, _ = get_dataset_wrapper(config, words, cfg, "chat_template", data)
+    wrapped, _ = get_dataset_wrapper(config, tokenizer, cfg, "chat_template", data)
     return wrapped
 
 
-def trained_texts(words: PreTrainedTokenizerFast, data: Dataset) -> list[str]:
-    return [words.decode([i for i in row["labels"] if i != -100]) for row in data]
+def trained_texts(tokenizer: PreTrainedTokenizerFast, data: Dataset) -> list[str]:
+    return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in data]
 
 
 @pytest.mark.reads("axolotl")
-def test_messages_train_on_what_the_policy_said(
-    taught: Told, words: PreTrainedTokenizerFast, cache: str
+def test_messages_train_on_sampled_texts(
+    exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, cache: str
 ) -> None:
-    data = prepared(taught.export("axolotl"), words, cache, message_field_training="training")
-    taught.check(trained_texts(words, data))
+    data = prepared(
+        exported_run.export("axolotl"), tokenizer, cache, message_field_training="training"
+    )
+    exported_run.check(trained_texts(tokenizer, data))
 
 
 @pytest.mark.reads("axolotl-tokens")
-def test_tokens_are_taken_as_they_are(
-    taught: Told, words: PreTrainedTokenizerFast, cache: str
+def test_tokens_are_trained_unchanged(
+    exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, cache: str
 ) -> None:
-    data = prepared(taught.export("axolotl-tokens"), words, cache)
+    data = prepared(exported_run.export("axolotl-tokens"), tokenizer, cache)
     assert set(data.column_names) == {"input_ids", "attention_mask", "labels"}
-    taught.check_tokens(
+    exported_run.check_tokens(
         (row["input_ids"], [label != -100 for label in row["labels"]]) for row in data
     )
 
 
 @pytest.mark.reads("sharegpt")
 def test_hermes_turns_train_on_every_gpt_turn(
-    taught: Told, words: PreTrainedTokenizerFast, cache: str
+    exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, cache: str
 ) -> None:
-    """The from/value form, read with names for its fields: what the policy said, but for what
-    follows an assistant message of somebody else, which the form would train on."""
+    """From/value turns end before an assistant message that was not sampled."""
     data = prepared(
-        taught.export("sharegpt"),
-        words,
+        exported_run.export("sharegpt"),
+        tokenizer,
         cache,
         field_messages="conversations",
         message_property_mappings={"role": "from", "content": "value"},
     )
-    trained = trained_texts(words, data)
+    trained = trained_texts(tokenizer, data)
     turns = [turn for text in trained for turn in text.split("<|im_end|>")[:-1]]
-    assert Counter(map(tidy, turns)) == Counter(tidy(text) for text in taught.said_first())
-    assert not any(foreign in text for foreign in taught.not_said() for text in trained)
+    assert Counter(map(tidy, turns)) == Counter(
+        tidy(text) for text in exported_run.texts_before_foreign_answers()
+    )
+    assert not any(foreign in text for foreign in exported_run.other_texts() for text in trained)
 
 
 def tidy(text: str) -> str:
-    """Without its end, and the empty thoughts that the form opens a turn with."""
+    """Remove the end of a turn, and the empty reasoning that the format adds."""
     return text.removesuffix("<|im_end|>").removeprefix("<think>\n</think>\n").strip()
 
 
 @pytest.mark.reads("openai")
 def test_openai_arguments_and_tools_are_decoded(
-    taught: Told, words: PreTrainedTokenizerFast
+    exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Axolotl takes OpenAI's form line by line, decoding the text of arguments itself."""
+    """Axolotl reads OpenAI's format line by line and decodes the arguments itself."""
     cfg = DictDefault({"sequence_len": 8192, "train_on_inputs": False})
-    strategy = load("chat_template", words, cfg, {"type": "chat_template"})
-    lines = Path(taught.export("openai")).read_text(encoding="utf-8").splitlines()
-    sampled = {plain(text) for text in taught.said()}
+    strategy = load("chat_template", tokenizer, cfg, {"type": "chat_template"})
+    lines = Path(exported_run.export("openai")).read_text(encoding="utf-8").splitlines()
+    sampled = {plain(text) for text in exported_run.sampled_texts()}
     read = 0
     for row in map(json.loads, lines):
         if any(m.get("weight") == 0 for m in row["messages"]) or "{never" in json.dumps(row):
-            continue  # no mark for a single message by that name; no JSON
+            continue  # Axolotl ignores `weight`, and cannot decode invalid arguments
         out = strategy.tokenize_prompt(row)
-        text = words.decode([i for i in out["labels"] if i != -100])
+        text = tokenizer.decode([i for i in out["labels"] if i != -100])
         turns = text.split("<|im_end|>")[:-1]
         assert len(turns) == sum(m["role"] == "assistant" for m in row["messages"])
         assert {plain(turn) for turn in turns} <= sampled
-        assert not any(foreign in text for foreign in taught.not_said())
+        assert not any(foreign in text for foreign in exported_run.other_texts())
         read += 1
     assert read in (2, 4)
 
 
 def plain(text: str) -> str:
-    """An answer without reasoning, which that form does not have, and white space."""
+    """Remove reasoning, which the format does not have, and white space."""
     text = re.sub("<think>.*?</think>", "", text.removesuffix("<|im_end|>"), flags=re.DOTALL)
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""LiteLLM's proxy stands between a run and its model: three wires go in, two come out.
+"""A run through LiteLLM's proxy: three wire formats of the run, two of the provider.
 
 The provider behind the proxy is the fake model server, which logs what it served.
 """
@@ -22,7 +22,7 @@ from conftest import fake_server, produce
 
 TASKS = 4
 MODELS = {"claude": "anthropic/claude-sonnet-4-5", "gpt": "openai/gpt-5-mini"}
-"""What a run asks for -> the provider whose wire the proxy then speaks, and its model."""
+"""Model of the run -> the provider and model that the proxy calls."""
 START_S = 120.0
 
 
@@ -34,7 +34,7 @@ class Proxy:
     log: Path
 
     def served(self) -> list[dict[str, Any]]:
-        """What the provider has served so far."""
+        """The log entries so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
 
@@ -82,7 +82,7 @@ def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env) as program,
         ):
             try:
-                until_up(program, port, output)
+                wait_until_up(program, port, output)
                 yield Proxy(f"http://127.0.0.1:{port}/v1", log)
             finally:
                 program.terminate()
@@ -92,7 +92,7 @@ def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
                     program.kill()
 
 
-def until_up(program: subprocess.Popen[bytes], port: int, output: Path) -> None:
+def wait_until_up(program: subprocess.Popen[bytes], port: int, output: Path) -> None:
     until = time.monotonic() + START_S
     while True:
         try:
@@ -119,11 +119,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("options", [(), ("--seed", "7"), ("--set", "endpoint.stream=true")])
 @pytest.mark.parametrize("wire", ["chat_completions", "anthropic_messages", "codex_responses"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_through_the_proxy_is_solved_and_its_usage_is_the_providers(
+def test_a_run_through_the_proxy_has_the_usage_of_the_provider(
     proxy: Proxy, producer: str, tasks: Path, tmp_path: Path,
     model: str, wire: str, options: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Also where the proxy refuses a seed, as it does for Claude over Chat Completions."""
+    """Also if the proxy refuses a seed, as it does for Claude over Chat Completions."""
     before = len(proxy.served())
     where = ("--model", model, "--base-url", proxy.base_url, "--set", f"endpoint.api_mode={wire}")
     produce(producer, tasks, tmp_path / "run", *where, *options)

@@ -1,5 +1,4 @@
-"""Other programs validate the exports: verifiers' episodes, harbor's ATIF, Atropos' server, the
-types of OpenAI's package."""
+"""verifiers, harbor, Atropos' server and the types of OpenAI's package validate the exports."""
 
 import importlib
 import json
@@ -14,7 +13,7 @@ from unittest import mock
 
 import pytest
 from atroposlib.api.server import app
-from conftest import Told
+from conftest import ExportedRun
 from fastapi.testclient import TestClient
 from harbor.models.trajectories import Trajectory
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
@@ -24,8 +23,8 @@ from verifiers.v1.episode import WireEpisode
 
 
 @pytest.fixture
-def words(told: Told) -> Tokenizer:
-    return Tokenizer.from_file(str(told.folder / "tokenizer.json"))
+def tokenizer(synthetic_run: ExportedRun) -> Tokenizer:
+    return Tokenizer.from_file(str(synthetic_run.folder / "tokenizer.json"))
 
 
 def lines(path: str) -> list[dict[str, Any]]:
@@ -33,51 +32,53 @@ def lines(path: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.reads("prime-rl")
-def test_verifiers_reads_episodes_with_their_tokens(taught: Told) -> None:
+def test_verifiers_reads_episodes_with_their_tokens(exported_run: ExportedRun) -> None:
     trained = []
     logprobs = []
-    for line in lines(taught.export("prime-rl")):
+    for line in lines(exported_run.export("prime-rl")):
         episode = WireEpisode.model_validate(line)
-        facts = taught.truth[episode.id]
+        facts = exported_run.truth[episode.id]
         assert episode.ok
         assert episode.group is not None
         assert episode.group.id == facts["group"]
         (trace,) = episode.traces
         assert trace.reward == facts["reward"]
-        assert len(trace.assistant_messages) == len(facts["said"])
+        assert len(trace.assistant_messages) == len(facts["texts"])
         for branch in trace.branches:
             assert branch.trainable
             assert len(branch.token_ids) == len(branch.sampled_mask) == len(branch.logprobs)
             trained.append((branch.token_ids, branch.sampled_mask))
             pairs = zip(branch.logprobs, branch.sampled_mask, strict=True)
-            logprobs += [p for p, own in pairs if own]
+            logprobs += [p for p, sampled in pairs if sampled]
             assert branch.tools
         assert WireEpisode.model_validate(episode.to_record()).id == episode.id
-    taught.check_tokens(trained)
-    assert sorted(logprobs) == pytest.approx(sampled_logprobs(taught), abs=1e-5)
+    exported_run.check_tokens(trained)
+    assert sorted(logprobs) == pytest.approx(sampled_logprobs(exported_run), abs=1e-5)
 
 
-def sampled_logprobs(run: Told) -> list[float]:
-    return sorted(p for facts in run.truth.values() for own in facts["logprobs"] for p in own)
+def sampled_logprobs(run: ExportedRun) -> list[float]:
+    return sorted(p for facts in run.truth.values() for lps in facts["logprobs"] for p in lps)
 
 
 @pytest.mark.reads("prime-rl")
-def test_a_node_holds_the_tokens_of_its_message(told: Told, words: Tokenizer) -> None:
-    for line in lines(told.export("prime-rl")):
+def test_a_node_contains_the_tokens_of_its_message(
+    synthetic_run: ExportedRun, tokenizer: Tokenizer
+) -> None:
+    for line in lines(synthetic_run.export("prime-rl")):
         for node in line["traces"][0]["nodes"]:
-            text = words.decode(node["token_ids"], skip_special_tokens=False)
+            text = tokenizer.decode(node["token_ids"], skip_special_tokens=False)
             if node["message"]["role"] == "assistant" and any(node["mask"]):
                 assert node["message"]["content"] in text
             assert len(node["mask"]) == len(node["token_ids"])
 
 
 @pytest.mark.reads("atif")
-def test_harbor_validates_trajectories_with_their_tokens(taught: Told) -> None:
-    read = [Trajectory.model_validate(line) for line in lines(taught.export("atif"))]
-    assert {t.session_id for t in read} == set(taught.truth)
+def test_harbor_validates_trajectories_with_their_tokens(exported_run: ExportedRun) -> None:
+    read = [Trajectory.model_validate(line) for line in lines(exported_run.export("atif"))]
+    assert {t.session_id for t in read} == set(exported_run.truth)
     names = [t.trajectory_id for t in read]
     assert len(set(names)) == len(names)
-    for name, facts in taught.truth.items():
+    for name, facts in exported_run.truth.items():
         documents = [t for t in read if t.session_id == name]
         assert documents[0].extra is not None
         assert documents[0].extra["reward"] == facts["reward"]
@@ -91,8 +92,10 @@ def test_harbor_validates_trajectories_with_their_tokens(taught: Told) -> None:
 
 @pytest.fixture(scope="module")
 def conversations_of() -> Callable[[Path, dict[str, None]], list[dict[str, Any]]]:
-    """harbor's own reader of traces. Its module asks for one that Python 3.11 cannot compile, of
-    which this function uses nothing: an empty one stands in its place."""
+    """harbor's own reader of traces.
+
+    Its module imports one that Python 3.11 cannot compile and that this function does not use.
+    """
     absent = ModuleType("harbor.agents.factory")
     vars(absent)["AgentFactory"] = object
     with mock.patch.dict(sys.modules, {absent.__name__: absent}):
@@ -103,31 +106,33 @@ def conversations_of() -> Callable[[Path, dict[str, None]], list[dict[str, Any]]
 
 
 @pytest.mark.reads("atif")
-def test_harbor_trains_on_what_the_policy_said(
-    taught: Told, conversations_of: Callable[[Path, dict[str, None]], Any], tmp_path: Path
+def test_harbor_trains_on_sampled_texts(
+    exported_run: ExportedRun,
+    conversations_of: Callable[[Path, dict[str, None]], Any],
+    tmp_path: Path,
 ) -> None:
-    """It makes one conversation per agent step to train on, that step's answer last."""
+    """harbor makes one conversation per trained agent step, which ends with that step's answer."""
     names = ("agent_name", "model_name", "model_provider", "start_time", "run_id")
     trained: Counter[str] = Counter()
-    for number, line in enumerate(lines(taught.export("atif"))):
+    for number, line in enumerate(lines(exported_run.export("atif"))):
         path = tmp_path / f"{number}.json"
         path.write_text(json.dumps(line), encoding="utf-8")
         for made in conversations_of(path, dict.fromkeys(names)):
             assert made["conversations"][-1]["role"] == "assistant"
             trained[plain(made["conversations"][-1]["content"])] += 1
-    assert trained == Counter(plain(text) for text in taught.said().elements())
+    assert trained == Counter(plain(text) for text in exported_run.sampled_texts().elements())
 
 
 def plain(text: str) -> str:
-    """An answer without the white space that forms put between its parts, and its end token."""
+    """Remove white space, which formats add between the parts of an answer, and the end token."""
     return "".join(text.removesuffix("<|im_end|>").split())
 
 
 @pytest.mark.reads("atif")
-def test_harbor_finds_contexts_and_results(told: Told) -> None:
-    read = [Trajectory.model_validate(line) for line in lines(told.export("atif"))]
+def test_harbor_finds_contexts_and_results(synthetic_run: ExportedRun) -> None:
+    read = [Trajectory.model_validate(line) for line in lines(synthetic_run.export("atif"))]
     copied = [s for t in read for s in t.steps if s.is_copied_context]
-    assert Counter(s.source for s in copied) == {"user": 2, "agent": 6}  # 4 that nobody sampled
+    assert Counter(s.source for s in copied) == {"user": 2, "agent": 6}  # 4 were not sampled
     results = [
         r.content for t in read for s in t.steps if s.observation for r in s.observation.results
     ]
@@ -135,11 +140,11 @@ def test_harbor_finds_contexts_and_results(told: Told) -> None:
 
 
 @pytest.mark.reads("atropos")
-def test_atropos_takes_groups_and_hands_them_out(taught: Told) -> None:
-    groups = lines(taught.export("atropos"))
+def test_atropos_accepts_groups_and_returns_them_as_batches(exported_run: ExportedRun) -> None:
+    groups = lines(exported_run.export("atropos"))
     trained = []
     sampled = []
-    for size in {len(group["tokens"]) for group in groups}:  # it packs no mixture that has a rest
+    for size in {len(group["tokens"]) for group in groups}:  # a batch has groups of one size
         batch = through_atropos([g for g in groups if len(g["tokens"]) == size], size)
         for group in batch:
             for ids, masks, logprobs in zip(
@@ -150,12 +155,12 @@ def test_atropos_takes_groups_and_hands_them_out(taught: Told) -> None:
                 assert {p for p, m in zip(logprobs, masks, strict=True) if m == -100} == {1.0}
                 sampled += [p for p, m in zip(logprobs, masks, strict=True) if m != -100]
                 trained.append((ids, [m != -100 for m in masks]))
-    taught.check_tokens(trained)
-    assert sorted(sampled) == pytest.approx(sampled_logprobs(taught), abs=1e-5)
+    exported_run.check_tokens(trained)
+    assert sorted(sampled) == pytest.approx(sampled_logprobs(exported_run), abs=1e-5)
 
 
 def through_atropos(groups: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Post groups of one size to its server as an environment does; the batch that it forms."""
+    """Post groups of one size to the server as an environment does, and return the batch."""
     trainer = {
         "wandb_group": "g",
         "wandb_project": "p",
@@ -177,34 +182,37 @@ def through_atropos(groups: list[dict[str, Any]], size: int) -> list[dict[str, A
 
 
 @pytest.mark.reads("openai")
-def test_openai_types_take_every_line(taught: Told) -> None:
+def test_openai_types_accept_every_line(exported_run: ExportedRun) -> None:
     message = TypeAdapter(ChatCompletionMessageParam)
     tool = TypeAdapter(ChatCompletionToolParam)
     trained = []
-    for line in lines(taught.export("openai")):
+    for line in lines(exported_run.export("openai")):
         assert line["messages"][-1]["role"] == "assistant"
         for form in line["messages"]:
             weight = form.pop("weight", None)
             message.validate_python(form)
             assert weight in (None, 0)
             if form["role"] == "assistant" and weight is None:
-                trained.append(plain(written(form)))
+                trained.append(plain(sampled_text(form)))
         for form in line["tools"]:
             tool.validate_python(form)
-    assert Counter(trained) == Counter(plain(text) for text in sampled_without_thoughts(taught))
+    assert Counter(trained) == Counter(
+        plain(text) for text in sampled_without_reasoning(exported_run)
+    )
 
 
-def written(form: dict[str, Any]) -> str:
-    """A message as the policy writes it."""
-    calls = [call["function"] for call in form.get("tool_calls", [])]
-    return (form["content"] or "") + "".join(
+def sampled_text(message: dict[str, Any]) -> str:
+    """The text that the policy samples for a message."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return (message["content"] or "") + "".join(
         f'<tool_call>{{"name": "{c["name"]}", "arguments": {c["arguments"]}}}</tool_call>'
         for c in calls
     )
 
 
-def sampled_without_thoughts(run: Told) -> list[str]:
-    """That form has no place for reasoning."""
+def sampled_without_reasoning(run: ExportedRun) -> list[str]:
+    """The sampled texts without reasoning, for which the format has no field."""
     return [
-        re.sub("<think>.*?</think>", "", text, flags=re.DOTALL) for text in run.said().elements()
+        re.sub("<think>.*?</think>", "", text, flags=re.DOTALL)
+        for text in run.sampled_texts().elements()
     ]

@@ -1,4 +1,4 @@
-"""TRL trains on the exports: conversations and tokens by SFTTrainer, rollouts by GRPOTrainer."""
+"""TRL trains on the exports: SFTTrainer on messages and tokens, GRPOTrainer on rollouts."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Told
+from conftest import ExportedRun
 from datasets import Dataset, load_dataset
 from trainer_side import byte_tokenizer, tiny_model
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -24,10 +24,10 @@ def load(path: str, cache: str) -> Dataset:
     return load_dataset("parquet", data_files=path, split="train", cache_dir=cache)
 
 
-def sft(run: Told, name: str, folder: Path, cache: str, **settings: Any) -> SFTTrainer:
-    words = byte_tokenizer(run.folder)
+def sft(run: ExportedRun, name: str, folder: Path, cache: str, **settings: Any) -> SFTTrainer:
+    tokenizer = byte_tokenizer(run.folder)
     trainer = SFTTrainer(
-        model=tiny_model(len(words)),
+        model=tiny_model(len(tokenizer)),
         args=SFTConfig(
             output_dir=str(folder),
             max_length=None,
@@ -36,54 +36,58 @@ def sft(run: Told, name: str, folder: Path, cache: str, **settings: Any) -> SFTT
             **settings,
         ),
         train_dataset=load(run.export(name), cache),
-        processing_class=words,
+        processing_class=tokenizer,
     )
     assert 0 < trainer.train().training_loss < 20  # ln(259) = 5.6 for random weights
     return trainer
 
 
 @pytest.mark.reads("trl")
-def test_sft_trains_on_what_the_policy_said(taught: Told, tmp_path: Path, cache: str) -> None:
-    trainer = sft(taught, "trl", tmp_path, cache, assistant_only_loss=True)
-    words = trainer.processing_class
-    taught.check(
-        [words.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
+def test_sft_trains_on_sampled_texts(exported_run: ExportedRun, tmp_path: Path, cache: str) -> None:
+    trainer = sft(exported_run, "trl", tmp_path, cache, assistant_only_loss=True)
+    tokenizer = trainer.processing_class
+    exported_run.check(
+        [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
     )
 
 
 @pytest.mark.reads("trl-tokens")
-def test_sft_trains_on_the_exact_tokens(taught: Told, tmp_path: Path, cache: str) -> None:
-    trainer = sft(taught, "trl-tokens", tmp_path, cache)
-    taught.check_tokens(
+def test_sft_trains_on_the_exact_tokens(
+    exported_run: ExportedRun, tmp_path: Path, cache: str
+) -> None:
+    trainer = sft(exported_run, "trl-tokens", tmp_path, cache)
+    exported_run.check_tokens(
         (row["input_ids"], [label != -100 for label in row["labels"]])
         for row in trainer.train_dataset
     )
 
 
-class Watch:
-    """Sees, by a hook on the model alone, which tokens the loss of a step depends on: it has no
-    slope in the log-probability of one that it does not look at."""
+class GradientRecorder:
+    """Records which tokens the loss of a step depends on, with a hook on the model.
+
+    The gradient is zero for the log-probability of a token that is not trained on.
+    """
 
     def __init__(self) -> None:
         self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Ids, and slopes of their log-probabilities, by row and place."""
+        """Ids, and the gradients of their log-probabilities, by row and position."""
 
-    def __call__(self, _model: Any, _args: Any, given: dict[str, Any], out: Any) -> None:
-        """After each pass through the model."""
+    def __call__(self, _model: Any, _args: Any, arguments: dict[str, Any], out: Any) -> None:
+        """Run after each forward pass."""
         if out.log_probs.requires_grad:
-            ids = given["input_ids"].clone()
-            out.log_probs.register_hook(lambda slope: self.steps.append((ids, slope)))
+            ids = arguments["input_ids"].clone()
+            out.log_probs.register_hook(lambda gradient: self.steps.append((ids, gradient)))
 
     def trained(self) -> list[tuple[list[int], list[bool]]]:
-        """Of the one step: the ids of each row, and which of them are trained."""
-        ((ids, slope),) = self.steps
-        places = slope.shape[1]  # the first ids have none, or the last ones of all
+        """The ids of each row of the one step, and which of them are trained."""
+        ((ids, gradient),) = self.steps
+        places = gradient.shape[1]  # the first id may have no gradient
         assert places in (ids.shape[1], ids.shape[1] - 1)
-        return list(zip(ids[:, -places:].tolist(), (slope != 0).tolist(), strict=True))
+        return list(zip(ids[:, -places:].tolist(), (gradient != 0).tolist(), strict=True))
 
 
 def rollout_func_of(rows: Dataset) -> Any:
-    """The rollout_func of docs/training.md: it hands out the rows of each prompt in turn."""
+    """The rollout_func of docs/training.md, which returns the rows of each prompt in turn."""
 
     def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         waiting = list(rows)
@@ -99,18 +103,18 @@ def rollout_func_of(rows: Dataset) -> Any:
 
 
 @pytest.mark.reads("trl-grpo")
-def test_grpo_trains_on_what_was_sampled_elsewhere(
-    taught: Told, tmp_path: Path, cache: str
+def test_grpo_trains_on_tokens_that_were_sampled_before(
+    exported_run: ExportedRun, tmp_path: Path, cache: str
 ) -> None:
-    """What the step learns from is read off its own gradient."""
-    rows = load(taught.export("trl-grpo"), cache)
+    """The gradient of the step shows which tokens it trains on."""
+    rows = load(exported_run.export("trl-grpo"), cache)
     rows = rows.filter(lambda row: row["branch_index"] == 0)
     prompts: list[Any] = []
     for row in rows:
         if row["prompt"] not in prompts:
             prompts.append(row["prompt"])
-    words = byte_tokenizer(taught.folder)
-    model = tiny_model(len(words))
+    tokenizer = byte_tokenizer(exported_run.folder)
+    model = tiny_model(len(tokenizer))
     before = {name: value.clone() for name, value in model.named_parameters()}
     trainer = GRPOTrainer(
         model=model,
@@ -123,23 +127,23 @@ def test_grpo_trains_on_what_was_sampled_elsewhere(
             **QUICK,
         ),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-        processing_class=words,
+        processing_class=tokenizer,
         rollout_func=rollout_func_of(rows),
     )
-    watch = Watch()
-    model.register_forward_hook(watch, with_kwargs=True)
+    recorder = GradientRecorder()
+    model.register_forward_hook(recorder, with_kwargs=True)
     trainer.train()
     assert any(not torch.equal(value, before[name]) for name, value in model.named_parameters())
-    later = [row for row in load(taught.export("trl-grpo"), cache) if row["branch_index"]]
+    later = [row for row in load(exported_run.export("trl-grpo"), cache) if row["branch_index"]]
     more = [(row["completion_ids"], row["env_mask"]) for row in later]
-    taught.check_tokens([*watch.trained(), *more])
-    sampled = [p for facts in taught.truth.values() for own in facts["logprobs"] for p in own]
+    exported_run.check_tokens([*recorder.trained(), *more])
+    sampled = [p for facts in exported_run.truth.values() for lps in facts["logprobs"] for p in lps]
     written = [
         p
-        for row in load(taught.export("trl-grpo"), cache)
-        for p, own in zip(row["logprobs"], row["env_mask"], strict=True)
-        if own
+        for row in load(exported_run.export("trl-grpo"), cache)
+        for p, is_trained in zip(row["logprobs"], row["env_mask"], strict=True)
+        if is_trained
     ]
     assert sorted(written) == pytest.approx(sorted(sampled), abs=1e-5)
-    worth = [facts["reward"] for facts in taught.truth.values()]
-    assert Counter(row["reward"] for row in rows) == Counter(worth)
+    rewards = [facts["reward"] for facts in exported_run.truth.values()]
+    assert Counter(row["reward"] for row in rows) == Counter(rewards)

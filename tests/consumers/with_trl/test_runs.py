@@ -1,7 +1,6 @@
-"""TRL trains on a run's Parquet as it is, and its chat templates lose nothing of it.
+"""TRL trains on a run's Parquet files without preprocessing, and its chat templates lose nothing.
 
-TRL's own parse_response is the judge of the rendered text: what it reads back must be what the
-agent did.
+TRL's own parse_response must parse the calls of the agent back from the rendered text.
 """
 
 import json
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, load_dataset
-from trainer_side import tiny_model, tokenizer
+from trainer_side import load_tokenizer, tiny_model
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import add_response_schema, parse_response
 
@@ -30,12 +29,12 @@ READ_BACK = [
 # These write values between tags, and TRL's parser trims white space there.
 TRIMMED = {"glm4moe", "nemotron_3_ultra", "qwen3_5_think", "qwen3_8"}
 ONE_CALL_A_TURN = {"llama3_2", "gptoss"}
-# TRL has no parser for two of these; lfm2_2_5 writes calls as Python but escapes no quotes, so
-# that nobody can read them back.
+# TRL has no parser for two of these; lfm2_2_5 writes calls as Python without escaping quotes, so
+# they cannot be parsed.
 RENDERED = [*READ_BACK, "deepseekv3_training", "lfm2_2_5", "muse_glimmer"]
 
-TELLING = 10
-"""Characters from which a value is not found in a text by chance."""
+DISTINCT_CHARS = 10
+"""Values of at least this length do not occur in a text by chance."""
 
 Message = dict[str, Any]
 
@@ -45,7 +44,7 @@ def rows(parquet: list[str], cache: str) -> Dataset:
 
 
 def train_one_step(data: Dataset, folder: Path, **settings: object) -> SFTTrainer:
-    words = tokenizer("qwen3")
+    tokenizer = load_tokenizer("qwen3")
     config = SFTConfig(
         output_dir=str(folder),
         max_steps=1,
@@ -58,14 +57,17 @@ def train_one_step(data: Dataset, folder: Path, **settings: object) -> SFTTraine
         **settings,
     )
     trainer = SFTTrainer(
-        model=tiny_model(len(words)), args=config, train_dataset=data, processing_class=words
+        model=tiny_model(len(tokenizer)),
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
     )
     loss = trainer.train().training_loss
     assert 0 < loss < 20  # ln(259) = 5.6 for random weights
     return trainer
 
 
-def test_sft_takes_the_files_with_no_preprocessing(
+def test_sft_reads_the_files_without_preprocessing(
     parquet: list[str], cache: str, tmp_path: Path
 ) -> None:
     data = rows(parquet, cache)
@@ -73,10 +75,10 @@ def test_sft_takes_the_files_with_no_preprocessing(
     trained = [trainer.processing_class.decode(row["input_ids"]) for row in trainer.train_dataset]
     assert len(trained) == len(data)
     for row, text in zip(data, trained, strict=True):
-        assert_all_there(row["messages"], text)
+        assert_all_values_occur(row["messages"], text)
 
 
-def test_sft_streams_and_masks_all_but_the_assistant(
+def test_sft_streams_the_files_and_trains_only_on_assistant_messages(
     parquet: list[str], cache: str, tmp_path: Path
 ) -> None:
     data = load_dataset("parquet", data_files=parquet, split="train", streaming=True)
@@ -90,54 +92,57 @@ def test_sft_streams_and_masks_all_but_the_assistant(
 
 
 @pytest.mark.parametrize("template", RENDERED)
-def test_a_template_shows_every_value_once(template: str, parquet: list[str], cache: str) -> None:
-    words = tokenizer(template)
+def test_a_template_renders_every_value_once(template: str, parquet: list[str], cache: str) -> None:
+    tokenizer = load_tokenizer(template)
     seen = 0
     for row in fitting(rows(parquet, cache), template):
-        text = words.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
-        seen += assert_all_there(row["messages"], text)
+        text = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+        seen += assert_all_values_occur(row["messages"], text)
     assert seen >= 30
 
 
 @pytest.mark.parametrize("template", READ_BACK)
-def test_a_call_reads_back_equal(template: str, parquet: list[str], cache: str) -> None:
-    words = add_response_schema(tokenizer(template))
+def test_calls_are_parsed_back_from_rendered_text(
+    template: str, parquet: list[str], cache: str
+) -> None:
+    tokenizer = add_response_schema(load_tokenizer(template))
     seen = 0
     for row in fitting(rows(parquet, cache), template):
         for place, message in enumerate(row["messages"]):
             if message.get("tool_calls"):
-                got = read_back(words, row["messages"][: place + 1], row["tools"])
-                assert told(got, template) == told(calls_of(message), template)
+                got = read_back(tokenizer, row["messages"][: place + 1], row["tools"])
+                assert comparable(got, template) == comparable(calls_of(message), template)
                 seen += 1
     assert seen >= 15
 
 
 def fitting(data: Dataset, template: str) -> list[dict[str, Any]]:
-    """The rows that a template can carry: two have room for one call per turn only."""
+    """The rows that a template can render: two of them allow only one call per turn."""
     most = 1 if template in ONE_CALL_A_TURN else 99
     return [row for row in data if all(len(calls_of(m)) <= most for m in row["messages"])]
 
 
-def told(calls: list[Message], template: str) -> list[tuple[str, Message]]:
-    """Names and arguments, as far as the template's parser can tell them."""
+def comparable(calls: list[Message], template: str) -> list[tuple[str, Message]]:
+    """Names and arguments, without white space that the template's parser trims."""
 
-    def value(given: Any) -> Any:
-        return given.strip() if isinstance(given, str) and template in TRIMMED else given
+    def trim(value: Any) -> Any:
+        return value.strip() if isinstance(value, str) and template in TRIMMED else value
 
-    return [(c["name"], {k: value(v) for k, v in c["arguments"].items()}) for c in calls]
+    return [(c["name"], {k: trim(v) for k, v in c["arguments"].items()}) for c in calls]
 
 
-def read_back(words: Any, messages: list[Message], tools: list[Message]) -> list[Message]:
-    """What TRL's parser makes of the last message's text, given the text before it."""
-    before = words.apply_chat_template(
+def read_back(tokenizer: Any, messages: list[Message], tools: list[Message]) -> list[Message]:
+    """Parse the text of the last message with TRL's parser."""
+    before = tokenizer.apply_chat_template(
         messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
     )
-    whole = words.apply_chat_template(messages, tools=tools, tokenize=False)
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     cut = common_length(before, whole)
     prefix, turn = (
-        words(part, add_special_tokens=False)["input_ids"] for part in (whole[:cut], whole[cut:])
+        tokenizer(part, add_special_tokens=False)["input_ids"]
+        for part in (whole[:cut], whole[cut:])
     )
-    parsed = parse_response(words, turn, prefix=prefix, tools=tools)
+    parsed = parse_response(tokenizer, turn, prefix=prefix, tools=tools)
     return [call["function"] for call in parsed.get("tool_calls", [])]
 
 
@@ -149,23 +154,23 @@ def calls_of(message: Message) -> list[Message]:
     return [call["function"] for call in message.get("tool_calls") or []]
 
 
-def assert_all_there(messages: list[Message], text: str) -> int:
-    """Each argument value and result stands in the text as often as in the messages; how many.
+def assert_all_values_occur(messages: list[Message], text: str) -> int:
+    """Each argument value and result occurs in the text as often as in the messages.
 
-    Almost all stand there once. A path that a script uses twice stands there twice.
+    Returns: the number of distinct values.
     """
     results = [m["content"].strip() for m in messages if m["role"] == "tool"]
     arguments = [v for m in messages for call in calls_of(m) for v in call["arguments"].values()]
-    said = [m["content"] for m in messages] + [str(value) for value in arguments]
-    distinct = [v for v in {*results, *map(str, arguments)} if len(v) >= TELLING]
+    parts = [m["content"] for m in messages] + [str(value) for value in arguments]
+    distinct = [v for v in {*results, *map(str, arguments)} if len(v) >= DISTINCT_CHARS]
     for value in distinct:
-        wanted = sum(occurrences(part, value) for part in said)
+        wanted = sum(occurrences(part, value) for part in parts)
         assert occurrences(text, value) == wanted, value
     return len(distinct)
 
 
 def occurrences(text: str, value: str) -> int:
-    """How often a value stands in a text, as it is or as JSON or Python writes it in quotes."""
+    """Count a value in a text: plain, or quoted by JSON or Python."""
     plain = json.dumps(value, ensure_ascii=False)[1:-1]
     twice = json.dumps(plain, ensure_ascii=False)[1:-1]
     spellings = {value, plain, twice, json.dumps(value)[1:-1], plain.replace("'", "\\'")}

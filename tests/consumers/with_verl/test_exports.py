@@ -1,5 +1,4 @@
-"""verl reads the exports: MultiTurnSFTDataset with its strict check, its RL data set, and the
-record that its agent loops return."""
+"""verl reads the exports: MultiTurnSFTDataset, its RL dataset, and the output of agent loops."""
 
 import json
 from collections import Counter
@@ -8,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import Told
+from conftest import ExportedRun
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -19,9 +18,9 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def words(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
-    name = "taught" if "taught" in request.fixturenames else "told"
-    run: Told = request.getfixturevalue(name)
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    name = "exported_run" if "exported_run" in request.fixturenames else "synthetic_run"
+    run: ExportedRun = request.getfixturevalue(name)
     made = PreTrainedTokenizerFast(
         tokenizer_file=str(run.folder / "tokenizer.json"),
         eos_token="<|im_end|>",
@@ -32,26 +31,30 @@ def words(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.reads("verl")
-def test_sft_trains_on_what_the_policy_said(taught: Told, words: PreTrainedTokenizerFast) -> None:
+def test_sft_trains_on_sampled_texts(
+    exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast
+) -> None:
     config = OmegaConf.create(
         {"pad_mode": "no_padding", "max_length": 8192, "ignore_input_ids_mismatch": False}
     )
-    data = MultiTurnSFTDataset(taught.export("verl"), words, config)
+    data = MultiTurnSFTDataset(exported_run.export("verl"), tokenizer, config)
     trained = []
     for item in (data[i] for i in range(len(data))):
         kept = item["input_ids"][item["loss_mask"].bool()]
-        trained.append(words.decode(kept))
+        trained.append(tokenizer.decode(kept))
     turns = [turn + "<|im_end|>" for text in trained for turn in text.split("<|im_end|>\n")[:-1]]
-    assert Counter(turns) == Counter(taught.said_first())
-    assert len(turns) in (12, 10)  # of 18: the others follow what verl would train on, too
-    assert not any(foreign in text for foreign in taught.not_said() for text in trained)
+    assert Counter(turns) == Counter(exported_run.texts_before_foreign_answers())
+    assert len(turns) in (12, 10)  # of 18: the others follow messages that were not sampled
+    assert not any(foreign in text for foreign in exported_run.other_texts() for text in trained)
 
 
 @pytest.mark.reads("verl")
-def test_tools_stand_in_the_prompt(told: Told, words: PreTrainedTokenizerFast) -> None:
+def test_tools_are_in_the_prompt(
+    synthetic_run: ExportedRun, tokenizer: PreTrainedTokenizerFast
+) -> None:
     config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 8192})
-    data = MultiTurnSFTDataset(told.export("verl"), words, config)
-    text = words.decode(data[0]["input_ids"])
+    data = MultiTurnSFTDataset(synthetic_run.export("verl"), tokenizer, config)
+    text = tokenizer.decode(data[0]["input_ids"])
     assert text.startswith("<|im_start|>system\nBe brief.\n[{")
     assert '"name": "read_file"' in text
 
@@ -64,31 +67,33 @@ class Exact(MultiTurnSFTDataset):
         self.tools = [json.loads(text) for text in self.dataframe["tools_json"]]
 
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        told = super()._build_messages(example)
-        return [{key: value for key, value in m.items() if value is not None} for m in told]
+        messages = super()._build_messages(example)
+        return [{key: value for key, value in m.items() if value is not None} for m in messages]
 
 
 @pytest.mark.reads("verl")
 def test_tools_and_messages_are_read_without_null_keys(
-    told: Told, words: PreTrainedTokenizerFast
+    synthetic_run: ExportedRun, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 8192})
-    path = told.export("verl")
-    plain, exact = (kind(path, words, config)[0] for kind in (MultiTurnSFTDataset, Exact))
-    text = words.decode(exact["input_ids"])
-    assert "null" in words.decode(plain["input_ids"])  # the keys of the other tool
+    path = synthetic_run.export("verl")
+    plain, exact = (kind(path, tokenizer, config)[0] for kind in (MultiTurnSFTDataset, Exact))
+    text = tokenizer.decode(exact["input_ids"])
+    assert "null" in tokenizer.decode(plain["input_ids"])  # the keys of the other tool
     assert "null" not in text
     assert pd.read_parquet(path)["tools_json"][0].replace(" ", "") in text.replace(" ", "")
     trained = [row["input_ids"][row["loss_mask"].bool()].tolist() for row in (plain, exact)]
     assert trained[0] == trained[1] != []
     strict = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}"
-    words.chat_template = strict + "{% endif %}{{ m.role }}{% endfor %}"  # as Llama 3's asks
-    assert words.decode(Exact(path, words, config)[0]["input_ids"])
+    tokenizer.chat_template = (
+        strict + "{% endif %}{{ m.role }}{% endfor %}"
+    )  # like Llama 3's template
+    assert tokenizer.decode(Exact(path, tokenizer, config)[0]["input_ids"])
 
 
 @pytest.mark.reads("verl-rl")
-def test_rl_rows_are_agent_loop_outputs(taught: Told) -> None:
-    rows = pd.read_parquet(taught.export("verl-rl")).to_dict("records")
+def test_rl_rows_are_agent_loop_outputs(exported_run: ExportedRun) -> None:
+    rows = pd.read_parquet(exported_run.export("verl-rl")).to_dict("records")
     trained = []
     logprobs: list[float] = []
     for row in rows:
@@ -107,26 +112,26 @@ def test_rl_rows_are_agent_loop_outputs(taught: Told) -> None:
         mask = fields["response_mask"].bool()
         logprobs += fields["rollout_log_probs"][mask].tolist()
         trained.append((fields["responses"].tolist(), mask.tolist()))
-        facts = taught.truth[row["extra_info"]["trajectory_id"]]
+        facts = exported_run.truth[row["extra_info"]["trajectory_id"]]
         assert (row["reward_score"], row["uid"]) == (facts["reward"], facts["group"])
         assert any(row["prompt_ids"].tolist() == prompt for prompt in facts["prompts"])
-    taught.check_tokens(trained)
-    sampled = [p for facts in taught.truth.values() for own in facts["logprobs"] for p in own]
+    exported_run.check_tokens(trained)
+    sampled = [p for facts in exported_run.truth.values() for lps in facts["logprobs"] for p in lps]
     assert sorted(logprobs) == pytest.approx(sorted(sampled), abs=1e-5)
 
 
 @pytest.mark.reads("verl-rl")
-def test_rl_rows_are_an_rl_data_set(
-    told: Told, words: PreTrainedTokenizerFast, tmp_path: Path
+def test_rl_rows_are_an_rl_dataset(
+    synthetic_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     config = OmegaConf.create(
         {"cache_dir": str(tmp_path), "max_prompt_length": 4096, "filter_overlong_prompts": False}
     )
-    data = RLHFDataset(told.export("verl-rl"), words, config)
+    data = RLHFDataset(synthetic_run.export("verl-rl"), tokenizer, config)
     first: dict[str, Any] = data[0]
     assert [m["content"] for m in first["raw_prompt"]] == ["Be brief.", "List grüße."]
     assert first["index"] == 0
     assert first["data_source"] == "hermes_rl"
     for row in (data[i] for i in range(len(data))):
-        facts = told.truth[row["extra_info"]["trajectory_id"]]
+        facts = synthetic_run.truth[row["extra_info"]["trajectory_id"]]
         assert json.loads(row["tools_json"]) == facts["tools"]  # no key is null

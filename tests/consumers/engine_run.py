@@ -1,8 +1,8 @@
-"""Run by the project's own Python: a whole run against the token-exact fake engine, exported.
+"""Run on the token-exact fake engine with the project's own Python, and write all exports.
 
-Arguments: the folder to fill, as `told_run.py` fills it. What was said, and in which tokens, is
-taken from the engine's own log: nothing of the exports, and nothing of the run but whose call was
-whose. The engine cuts its answers into tokens as no tokenizer would.
+Argument: the folder for the same files as those of `synthetic_run.py`. The truth is the engine's
+log; the run only says which call belongs to which rollout. The engine splits its answers into
+tokens differently from any tokenizer.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ from hermes_rl.testing import (
     write_tiny_tokenizer,
 )
 
-GRADED = ("good", "bad")
-"""What the two members of a group write; the second of them is graded 0."""
+MEMBER_WORDS = ("good", "bad")
+"""Words that the two members of a group write; the second one gets reward 0."""
 ODD = r"printf '\074|im_end|>\n\074tool_call>'"
-"""Its result looks like the end of a turn and a call, itself does not."""
+"""The output looks like the end of a turn and a tool call; the command does not."""
 SCRIPTS: list[list[Any]] = [
-    [[{"text": "Looking.", "run": f"echo {word} > made"} for word in GRADED], "Done it."],
+    [[{"text": "Looking.", "run": f"echo {text} > made"} for text in MEMBER_WORDS], "Done it."],
     [
-        [{"text": "So:", "run": f"echo {word} > made; {ODD}"} for word in GRADED],
+        [{"text": "So:", "run": f"echo {text} > made; {ODD}"} for text in MEMBER_WORDS],
         {
             "text": "Two at once: ñ 🙂.",
-            "calls": [{"arguments": {"command": f"echo {word}"}} for word in ("one", "two")],
+            "calls": [{"arguments": {"command": f"echo {text}"}} for text in ("one", "two")],
         },
         "All done.",
     ],
@@ -48,14 +48,14 @@ SCRIPTS: list[list[Any]] = [
 
 
 def speaker() -> Speaker:
-    """Plays scripts; of a step that is a list each member of a group gets another entry."""
-    asked: Counter[tuple[int, ...]] = Counter()
+    """Play scripts; for a step that is a list, each member of a group gets its own entry."""
+    requests: Counter[tuple[int, ...]] = Counter()
 
-    def say(heard: PromptView) -> ScriptedAnswer | None:
-        asked[heard.prompt] += 1
-        return scripted(replace(heard, times=asked[heard.prompt] - 1))
+    def answer(view: PromptView) -> ScriptedAnswer | None:
+        requests[view.prompt] += 1
+        return scripted(replace(view, times=requests[view.prompt] - 1))
 
-    return say
+    return answer
 
 
 async def play(engine: ExactEngine, out: Path) -> None:
@@ -81,19 +81,21 @@ async def play(engine: ExactEngine, out: Path) -> None:
     assert report.stats["units"]["done"] == 2 * len(SCRIPTS), report.stats
 
 
-def truth_of(row: dict[str, Any], log: dict[str | None, Truth], words: Tokenizer) -> dict[str, Any]:
-    """What the engine says of the calls of a rollout."""
+def truth_of(
+    row: dict[str, Any], log: dict[str | None, Truth], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The entries of the engine's log for the calls of a rollout."""
     answers = [log[call["call_id"]] for call in row["calls"]]
-    said = [words.decode(entry.sampled_ids, skip_special_tokens=False) for entry in answers]
+    texts = [tokenizer.decode(entry.sampled_ids, skip_special_tokens=False) for entry in answers]
     messages = [json.loads(text) for text in row["messages"]]
     return {
-        "said": said,
+        "texts": texts,
         "ids": [entry.sampled_ids for entry in answers],
         "prompts": [entry.prompt_ids for entry in answers],
         "logprobs": [entry.raw_logprobs for entry in answers],
-        "first": len(said),
-        "not_said": [m["content"] for m in messages if m["role"] == "tool"],
-        "reward": float("echo good" in said[0]),
+        "first": len(texts),
+        "other_texts": [m["content"] for m in messages if m["role"] == "tool"],
+        "reward": float("echo good" in texts[0]),
         "group": row["group_id"],
     }
 
@@ -105,9 +107,9 @@ async def main(out: Path) -> None:
         log = {entry.call_id: entry for entry in engine.truth if entry.outcome == "served"}
     core = (out / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8")
     (out / "tokenizer.json").write_text(core, encoding="utf-8")
-    words = Tokenizer.from_str(core)
+    tokenizer = Tokenizer.from_str(core)
     rows = load_run(out / "run").arrow("trajectories").to_pylist()
-    truth = {row["trajectory_id"]: truth_of(row, log, words) for row in rows}
+    truth = {row["trajectory_id"]: truth_of(row, log, tokenizer) for row in rows}
     (out / "truth.json").write_text(json.dumps(truth), encoding="utf-8")
     for name in FORMATS:
         export_run(out / "run", name, out / "exports" / f"{name}{FORMATS[name].suffix}")

@@ -1,9 +1,8 @@
-"""Run by the project's own Python: second prompts of many templates, bridged from an answer as the
-template writes it, for transformers to check.
+"""Bridge second prompts of many templates with the project's own Python, for test_rendering.py.
 
-    python bridges_made_here.py OUT TEMPLATES
+    python render_bridges.py OUT TEMPLATES
 
-writes one model folder per template, with the control tokens that it writes, and OUT/bridges.json.
+Writes one model folder per template, with the template's control tokens, and OUT/bridges.json.
 """
 
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prompts_made_here import ASK, CALL, FOUND
+from render_prompts import ASK, CALL, FOUND
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage
 from hermes_rl.models.tokens import (
@@ -30,7 +29,7 @@ from hermes_rl.testing import write_tiny_tokenizer
 CONTROL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<｜[^<>]+?｜>|<(?:start|end)_of_\w+>|<\|\w+>|<\w+\|>|</?s>|\[/?[A-Z_]{3,}\]"
 )
-"""How families spell their control tokens."""
+"""Control tokens of the model families."""
 ENDS = (
     "</s>",
     "<turn|>",
@@ -45,13 +44,13 @@ ENDS = (
     "<end_of_turn>",
     "<｜end▁of▁sentence｜>",
 )
-"""What generation_config.json of these families names as ends of a turn."""
+"""End-of-turn tokens in the generation_config.json of these families."""
 OTHER = ToolCall(id="call00002", name="look_up", arguments='{"subject": "that"}')
 BACK = ToolMessage(tool_call_id="call00002", name="look_up", content="Found that.")
-STORIES: dict[str, tuple[list[Message], AssistantMessage, list[Message]]] = {
+CONVERSATIONS: dict[str, tuple[list[Message], AssistantMessage, list[Message]]] = {
     "answer": ([ASK], AssistantMessage(content="It is."), [ASK]),
     "call": ([ASK], AssistantMessage(tool_calls=(CALL,)), [FOUND]),
-    "words and call": ([ASK], AssistantMessage(content="So.", tool_calls=(CALL,)), [FOUND]),
+    "text and call": ([ASK], AssistantMessage(content="So.", tool_calls=(CALL,)), [FOUND]),
     "two calls": ([ASK], AssistantMessage(tool_calls=(CALL, OTHER)), [FOUND, BACK]),
     "after a call": (
         [ASK, AssistantMessage(tool_calls=(CALL,)), FOUND],
@@ -69,22 +68,22 @@ def main(out: Path, templates: Path) -> None:
 def bridges(out: Path, path: Path) -> Iterator[dict[str, Any]]:
     folder = model(out / path.stem, path.read_text(encoding="utf-8"))
     renderer = load_renderer(folder)
-    for title, (base, answer, new) in STORIES.items():
+    for title, (base, answer, new) in CONVERSATIONS.items():
         if answer.tool_calls and not renderer.form.writes_calls:
             continue
         if renderer.form.one_call and len(answer.tool_calls) > 1:
             continue
         thought = msgspec.structs.replace(answer, reasoning_content="Hm.")
-        for said in (answer, thought):
-            told = bridged(renderer, base, said, new)
-            if told is not None:
-                whole = [*base, said, *new]
+        for variant in (answer, thought):
+            bridge = bridge_prompt(renderer, base, variant, new)
+            if bridge is not None:
+                whole = [*base, variant, *new]
                 yield {
                     "folder": str(folder),
-                    "title": f"{path.stem}: {title}{' thought' * (said is thought)}",
+                    "title": f"{path.stem}: {title}{' thought' * (variant is thought)}",
                     "messages": [message_form(message, renderer.form) for message in whole],
                     "tools": [PROBE_TOOL] if answer.tool_calls else None,
-                    **told,
+                    **bridge,
                 }
 
 
@@ -105,28 +104,30 @@ def model(folder: Path, source: str) -> Path:
     return folder
 
 
-def bridged(
+def bridge_prompt(
     renderer: Renderer, base: list[Message], answer: AssistantMessage, new: list[Message]
 ) -> dict[str, Any] | None:
-    """The second prompt, of the answer whole and cut before its end; None where no model can have
-    sampled the answer as the template writes it."""
+    """Bridge the second prompt from the whole answer and from the answer without its end token.
+
+    None if no model can have sampled the answer as the template writes it.
+    """
     tools = [PROBE_TOOL] if answer.tool_calls else []
     try:
         prompt = renderer.render(base, tools)
         whole = renderer.render([*base, answer, *new], tools)
     except TemplateRefused:
         return None
-    said = whole[len(prompt) :]
-    ends = [place for place, token in enumerate(said) if token in renderer.end_ids]
+    sampled = whole[len(prompt) :]
+    ends = [place for place, token in enumerate(sampled) if token in renderer.end_ids]
     if whole[: len(prompt)] != prompt or not ends:
         return None
     history = History(messages=base, prompt_ids=prompt, answer=answer)
-    found = [renderer.bridge(history, said[: ends[0] + n], new, tools) for n in (1, 0)]
+    found = [renderer.bridge(history, sampled[: ends[0] + n], new, tools) for n in (1, 0)]
     dated = any("strftime_now" in source for source in renderer.template.sources.values())
     return {
         "ids": [one.ids for one in found],
         "why": found[0].fork_reason,
-        "ours": whole if dated else None,
+        "whole_ids": whole if dated else None,
     }
 
 

@@ -1,8 +1,8 @@
-"""Run by the project's own Python: prompts of many templates as ids, for transformers to check.
+"""Render prompts of many templates with the project's own Python, for test_rendering.py.
 
-    python prompts_made_here.py OUT TEMPLATES
+    python render_prompts.py OUT TEMPLATES
 
-writes one model folder per template and OUT/prompts.json.
+Writes one model folder per template, and OUT/prompts.json.
 """
 
 import json
@@ -57,13 +57,13 @@ def prompts(out: Path, name: str, source: str) -> list[dict[str, Any]]:
                     "tools": [PROBE_TOOL] if messages[-1] is FOUND else None,
                     "opened": opened,
                     "date": "strftime_now" in source,
-                    "ids": rendered(renderer, messages, opened),
+                    "ids": render(renderer, messages, opened),
                 }
             )
     return made
 
 
-def rendered(renderer: Renderer, messages: list[Message], opened: bool) -> list[int] | None:
+def render(renderer: Renderer, messages: list[Message], opened: bool) -> list[int] | None:
     try:
         tools = [PROBE_TOOL] if messages[-1] is FOUND else []
         return renderer.render(messages, tools, generation_prompt=opened)
