@@ -452,6 +452,7 @@ class _Attempt:
             lease=f"{self.context.run_id}-{key}",
             image=self._image(),
             cwd=self.task.cwd,
+            env=self.task.env_vars,
             network=self.context.config.sandbox.network,
             limits=sandbox_limits_of(self.context.config.sandbox.limits, self.task),
             on_connection=self.connections.add,

@@ -157,7 +157,7 @@ def _row(folder: Path) -> dict[str, Any]:
             "mounts": {"/tests": "tests", "/logs/verifier": ""},
         },
         **({"cwd": task.workdir} if task.workdir else {}),
-        **({"setup": task.setup} if task.setup else {}),
+        **({"env_vars": task.env} if task.env else {}),
         **({"oracle": task.oracle} if task.oracle else {}),
     }
 
@@ -184,7 +184,8 @@ class _Task:
     limits: Mapping[str, float] = field(default_factory=dict)
     """What its sandbox may use, as rows have it."""
     workdir: str | None = None
-    setup: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the agent's shell."""
     oracle: str | None = None
 
     def context(self) -> BuildContext | None:
@@ -224,7 +225,10 @@ def _harbor(folder: Path) -> _Task:
     test = folder / "tests" / "test.sh"
     if not test.is_file():
         raise TaskFault("tests/test.sh is missing")
-    env = _variables(environment.get("env"), "environment.env")
+    env = {
+        **_compose_variables(compose or {}),
+        **_variables(environment.get("env"), "environment.env"),
+    }
     return _Task(
         instruction=(folder / "instruction.md").read_text(encoding="utf-8"),
         metadata={
@@ -242,7 +246,7 @@ def _harbor(folder: Path) -> _Task:
         build_s=_seconds(environment, "build_timeout_sec", 600.0),
         limits={**_compose_limits(compose or {}), **_limits(environment)},
         workdir=environment.get("workdir"),
-        setup=_exports(env) or None,
+        env=env,
         oracle=_oracle(folder / "solution", config),
     )
 
@@ -257,6 +261,7 @@ def _terminal_bench(folder: Path) -> _Task:
     if not (folder / "run-tests.sh").is_file():
         raise TaskFault("run-tests.sh is missing")
     tests = _files(folder / "tests") if (folder / "tests").is_dir() else {}
+    env = _compose_variables(compose or {})
     described = ("difficulty", "category", "tags", "author_name", "parser_name")
     return _Task(
         instruction=config["instruction"],
@@ -265,11 +270,12 @@ def _terminal_bench(folder: Path) -> _Task:
         tests={**tests, "run-tests.sh": folder / "run-tests.sh"},
         test="run-tests.sh",
         tests_s=_seconds(config, "max_test_timeout_sec", _TESTS_S),
-        tests_env={"TEST_DIR": "/tests"},
+        tests_env={**env, "TEST_DIR": "/tests"},
         build=folder,
         left_out=frozenset(_NOT_BUILT),
         image=None,
         limits=_compose_limits(compose or {}),
+        env=env,
         oracle=_terminal_bench_oracle(folder),
     )
 
@@ -321,6 +327,17 @@ def _compose_limits(service: Mapping[str, Any]) -> dict[str, float]:
     if memory is not None:
         found["memory_bytes"] = _size(_default(memory, "memory"), "memory")
     return found
+
+
+def _compose_variables(service: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables of a service in a compose file. Raises: TaskFault."""
+    listed = service.get("environment") or {}
+    if isinstance(listed, list):  # its other form: `NAME=value`, or `NAME` of the machine
+        listed = {
+            name: value if is_set else f"${{{name}}}"
+            for name, is_set, value in (str(item).partition("=") for item in listed)
+        }
+    return _variables(listed, "environment of the compose file")
 
 
 def _default(value: Any, where: str) -> Any:

@@ -16,6 +16,7 @@ import datetime
 import decimal
 import json
 import math
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
@@ -37,7 +38,9 @@ _TEXTS = ("system", "image", "cwd", "setup", "oracle", "distribution")
 _LISTS = ("requires", "toolsets")
 _SCRIPTS = ("setup", "oracle")
 
-FIELDS = frozenset(("id", "prompt", "files", "verify", "limits", "repeats", *_TEXTS, *_LISTS))
+FIELDS = frozenset(
+    ("id", "prompt", "files", "verify", "limits", "repeats", "env_vars", *_TEXTS, *_LISTS)
+)
 """The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
 
 RawRow = Mapping[str, Any] | bytes | str
@@ -54,6 +57,7 @@ _LEAST = {"cpus": 0.01, "memory_bytes": LEAST_MEMORY, "storage_bytes": LEAST_STO
 _LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds", *_LEAST)
 
 DEFAULT_VERIFY_TIMEOUT_S = 120.0
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +83,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     system: str | None = None
     image: str | None = None
     cwd: str | None = None
+    env_vars: dict[str, str] = {}
+    """Environment variables of the agent's shell and of `setup`. Not of the verifier."""
     files: dict[str, bytes] = {}
     setup: str | None = None
     verify: Verify | None = None
@@ -202,6 +208,7 @@ def _task(row: Mapping[str, Any], task_id: str) -> Task:
         system=row.get("system"),
         image=row.get("image"),
         cwd=row.get("cwd"),
+        env_vars=_env_vars(row.get("env_vars", {})),
         files=_files(row.get("files"), "files"),
         setup=row.get("setup"),
         verify=_verify(row.get("verify")),
@@ -336,6 +343,18 @@ def _is_mount(mount: tuple[Any, Any]) -> bool:
     if not place.startswith("/") or folder.startswith("/") or ".." in folder:
         return False
     return not any(part in ("..", "") for part in place[1:].split("/"))
+
+
+def _env_vars(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise TaskFault("'env_vars' must be an object of names and texts")
+    variables = _without_nulls(value)
+    for name, text in variables.items():
+        if not _VARIABLE_NAME.fullmatch(str(name)):
+            raise TaskFault(f"'env_vars' has {name!r}, which is not the name of a variable")
+        if not isinstance(text, str) or "\0" in text:
+            raise TaskFault(f"'env_vars.{name}' must be text without NUL bytes")
+    return variables
 
 
 def _limits(value: Any) -> dict[str, float]:

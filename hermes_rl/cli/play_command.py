@@ -57,6 +57,7 @@ def command(
         lease="play",
         image=chosen.image or place.image,
         cwd=chosen.cwd,
+        env=chosen.env_vars,
         network=place.network if network is None else _network(network),
         limits=sandbox_limits_of(place.limits, chosen),
     )
@@ -212,6 +213,7 @@ def _row(task: Task) -> dict[str, Any]:
         "system": task.system,
         "image": task.image,
         "cwd": task.cwd,
+        "env_vars": task.env_vars or None,
         "files": files(task.files) or None,
         "setup": task.setup,
         "requires": list(task.requires) or None,

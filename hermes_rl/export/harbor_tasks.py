@@ -176,6 +176,7 @@ def _settings(task: Task) -> str:
         "agent": {"timeout_sec": float(agent_s)},
         "verifier": {"timeout_sec": float(verify.timeout_s)},
         "environment": environment,
+        **({"environment.env": task.env_vars} if task.env_vars else {}),
     }
     lines = ['schema_version = "1.1"']
     for name, values in tables.items():

@@ -105,7 +105,7 @@ def test_defaults_of_variables_are_taken(tmp_path: Path) -> None:
     toml = "[environment.env]\nMODE = '${MODE:-fast one}'\n[verifier.env]\nN = '1'\n"
     task = only(harbor_task(tmp_path / "task", {}, toml=toml)).task
     assert task is not None
-    assert task.setup == "export MODE='fast one'\n"
+    assert task.env_vars == {"MODE": "fast one"}
     assert task.verify is not None
     assert "export MODE='fast one'\nexport N=1\n" in task.verify.script
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pip
+
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import Engine
 
@@ -37,6 +39,9 @@ md5sum mkdir mkfifo mktemp mv nl nohup nproc od paste pgrep ping printf ps pwd p
 realpath rm rmdir rev sed seq setsid sh sha1sum sha256sum shuf sleep sort split stat sync tac tail
 tar tee test timeout touch tr true truncate uname uniq wc who xargs xz yes zcat
 """
+
+
+_PACKAGING = "git dpkg dpkg-deb dpkg-split dpkg-query ldconfig start-stop-daemon"
 
 
 @contextlib.contextmanager
@@ -122,16 +127,20 @@ def _answered(made: Engine, process: subprocess.Popen[bytes], log: Path) -> None
             time.sleep(0.05)
 
 
-def root_file_system(folder: Path) -> Path:
-    """An archive of a root file system: programs of this machine, their libraries, Python."""
+def root_file_system(folder: Path, packaging: bool = False) -> Path:
+    """An archive of a root file system: programs of this machine, their libraries, Python.
+
+    Args:
+        packaging: with git, dpkg and pip, for images that install packages.
+    """
     root = folder / "rootfs"
     for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "root", "tmp", "usr/local/bin", "var"):
         (root / name).mkdir(parents=True)
     for name in ("bin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
     libraries: set[str] = set()
-    for name in _INSTALLED.split():
-        found = shutil.which(name, path="/usr/bin:/bin")
+    for name in (_INSTALLED + (_PACKAGING if packaging else "")).split():
+        found = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
         if found is None:
             continue
         real = Path(found).resolve()
@@ -151,10 +160,16 @@ def root_file_system(folder: Path) -> Path:
     source = Path(f"/usr/lib/python{version}")
     unwanted = shutil.ignore_patterns(
         *("test", "idlelib", "tkinter", "lib2to3", "__pycache__", "config-*", "ensurepip"),
-        *("pydoc_data", "lib-dynload", "unittest", "distutils", "dist-packages"),
+        *("pydoc_data", "unittest", "distutils", "dist-packages"),
+        *(() if packaging else ("lib-dynload",)),
     )
     shutil.copytree(source, root / f"usr/lib/python{version}", ignore=unwanted)
     shutil.copytree("/usr/lib/locale/C.utf8", root / "usr/lib/locale/C.utf8")
+    if packaging:
+        shutil.copytree(Path(pip.__file__).parent, root / f"usr/lib/python{version}/pip")
+        for name in ("info", "updates"):
+            (root / "var/lib/dpkg" / name).mkdir(parents=True)
+        (root / "var/lib/dpkg/status").touch()
     (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\napp:x:1000:1000::/home:\n")
     (root / "etc/group").write_text("root:x:0:\napp:x:1000:\n")
     archive = folder / "rootfs.tar"

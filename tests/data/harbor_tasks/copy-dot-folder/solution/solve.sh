@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i s/main/dev/ .git/HEAD

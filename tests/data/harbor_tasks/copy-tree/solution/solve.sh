@@ -1,0 +1,2 @@
+#!/bin/bash
+find project -name "*.bak" -delete

@@ -1,0 +1,2 @@
+#!/bin/bash
+ls | sort >/tmp/list; cp /tmp/list list

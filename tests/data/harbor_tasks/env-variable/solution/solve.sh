@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "$SERVICE_PORT" >/app/port.txt

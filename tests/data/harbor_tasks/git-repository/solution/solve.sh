@@ -1,0 +1,2 @@
+#!/bin/bash
+echo hello >notes.txt; git add notes.txt; git commit -q -m 'add notes'

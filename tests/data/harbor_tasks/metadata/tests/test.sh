@@ -1,0 +1,2 @@
+#!/bin/bash
+if grep -qx metadata /app/word; then echo 1; else echo 0; fi >/logs/verifier/reward.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i 's/^verbose = off$/verbose = on/' /etc/tool.conf

@@ -1,0 +1,2 @@
+#!/bin/bash
+if [ -e /etc/legacy.conf ]; then echo yes; else echo no; fi >answer

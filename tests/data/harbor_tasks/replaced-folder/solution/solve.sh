@@ -1,0 +1,2 @@
+#!/bin/bash
+ls /opt/plugins | sort >plugins

@@ -1,0 +1,2 @@
+#!/bin/bash
+cat /solution/list.txt >list

@@ -1,0 +1,2 @@
+#!/bin/bash
+grep -qx 2026 /app/copy

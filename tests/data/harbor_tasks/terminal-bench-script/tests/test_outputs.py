@@ -1,0 +1,1 @@
+assert open("/app/hello").read() == "hello\n"

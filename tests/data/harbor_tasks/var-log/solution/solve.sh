@@ -1,0 +1,2 @@
+#!/bin/bash
+grep -c ERROR /var/log/app.log >errors
