@@ -114,6 +114,11 @@ class Policy:
     """End as `tool_loop` when one call gave one result this often in a row; None never does."""
     command_timeout_s: int = 180
     """Seconds that a command of the tool `terminal` has when the model names none."""
+    spill_results: bool = False
+    """Save a result that is too long to a file of the sandbox and show its beginning, in the place
+    of leaving out its middle; of all results of a turn 200,000 characters are shown."""
+    fence_untrusted: bool = False
+    """Put results of untrusted tools between marks that say that they are data."""
     invalid_turn_limit: int = 3
     """End as `invalid_tool_calls` after so many turns in a row without one valid call."""
     wording: int = LATEST
@@ -171,6 +176,8 @@ _HELPED = Policy(
     repair_history=True,
     tool_loop_limit=5,
     command_timeout_s=60,
+    spill_results=True,
+    fence_untrusted=True,
 )
 
 PRESETS: dict[str, Policy] = {

@@ -1,5 +1,8 @@
 """Run the tool calls of one turn, side by side where that is safe, and add their results in call
 order.
+
+Neighbours run side by side when they change nothing, or work on different files; every other call,
+such as a command, is a barrier.
 """
 
 from __future__ import annotations
@@ -9,15 +12,17 @@ import difflib
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import steer_note
+from hermes_rl.agent.results import MAX_TURN_CHARS, PREVIEW_CHARS, fenced, spill
+from hermes_rl.agent.side_by_side import independent
 from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
-from hermes_rl.text import clean, cut_middle, to_json
-from hermes_rl.tools import Tool, ToolContext, ToolResult, read_arguments
+from hermes_rl.text import clean, to_json
+from hermes_rl.tools import Tool, ToolContext, read_arguments
 
 MAX_TOOL_S = 600.0
 """Bound of one tool call, whatever the limits say."""
@@ -54,8 +59,8 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
     """
     turn = _Turn(run, calls)
     try:
-        for group in turn.groups():
-            await turn.run_group(group)
+        while turn.done < len(calls):
+            await turn.run_group()
     except asyncio.CancelledError:
         if run.control.interrupted:
             turn.fill("Not executed: the user interrupted the run.")
@@ -81,22 +86,12 @@ class _Turn:
         self.done = 0
         """How many results were added."""
         self.valid = False
+        self._adding = False
+        self._chars = 0
+        """Of the results that were added."""
 
-    def groups(self) -> list[list[int]]:
-        """Neighbours that may run side by side; every other call is a barrier of its own."""
-        groups: list[list[int]] = []
-        joined = False
-        for index, tool in enumerate(self.tools):
-            safe = tool is None or tool.parallel
-            if safe and joined and len(groups[-1]) < MAX_SIDE_BY_SIDE:
-                groups[-1].append(index)
-            else:
-                groups.append([index])
-            joined = safe
-        return groups
-
-    async def run_group(self, group: Sequence[int]) -> None:
-        """Run the calls of a group and add their results in call order.
+    async def run_group(self) -> None:
+        """Run the next calls that may run side by side and add their results in call order.
 
         Raises: Finish when no active time is left; errors of infrastructure as they are.
         """
@@ -110,6 +105,7 @@ class _Turn:
             env=run.parts.env,
         )
         try:
+            group = await self._group(context)
             # _run_one carries errors in its outcome, so no task fails and cancels the others.
             async with asyncio.TaskGroup() as tasks:
                 for index in group:
@@ -122,14 +118,53 @@ class _Turn:
             assert failed.error is not None, "a result without an error was added"
             raise failed.error
 
+    async def _group(self, context: ToolContext) -> Sequence[int]:
+        """The next calls that may run side by side."""
+        first = end = self.done
+        while end < len(self.calls) and end - first < MAX_SIDE_BY_SIDE and self._joins(end):
+            end += 1
+        if end <= first + 1:
+            return [first]
+        if any(tool is not None and tool.writes for tool in self.tools[first:end]):
+            end = first + await independent(context, self.calls[first:end], self.tools[first:end])
+        return range(first, end)
+
+    def _joins(self, index: int) -> bool:
+        tool = self.tools[index]
+        return tool is None or tool.parallel or tool.path_argument is not None
+
     async def _run(self, index: int, context: ToolContext) -> None:
         """Run a call, and add the results that are next in call order."""
         call, tool = self.calls[index], self.tools[index]
         self.outcomes[index] = await _run_one(self.run, context, call, tool)
-        for outcome in self.outcomes[self.done :]:
-            if outcome is None or outcome.error is not None:
-                return
-            self._add(outcome)
+        if self._adding:  # by the task of another call, which sees this result too
+            return
+        self._adding = True
+        try:
+            while self.done < len(self.calls):
+                outcome = self.outcomes[self.done]
+                if outcome is None or outcome.error is not None:
+                    break
+                self._add(await self._fitted(outcome))
+        finally:
+            self._adding = False
+
+    async def _fitted(self, outcome: _Outcome) -> _Outcome:
+        """A result as the model sees it: of bounded size, and fenced if it is untrusted."""
+        tool, policy, text = self.tools[self.done], self.run.parts.policy, outcome.text
+        offered = self.run.parts.tools.values()
+        if tool is None:
+            return outcome
+        limit = tool.max_chars
+        if policy.spill_results:
+            limit = min(limit, max(PREVIEW_CHARS, MAX_TURN_CHARS - self._chars))
+        if len(text) > limit:
+            readable = policy.spill_results and any(t.needs_sandbox for t in offered)
+            sandbox = self.run.parts.sandbox if readable else None
+            text = await spill(text, sandbox, f"turn{self.run.turn}-call{self.done + 1}", limit)
+        if policy.fence_untrusted and tool.untrusted:
+            text = fenced(text, tool.name)
+        return outcome if text is outcome.text else replace(outcome, text=text)
 
     def _add(self, outcome: _Outcome) -> None:
         call = self.calls[self.done]
@@ -137,6 +172,7 @@ class _Turn:
         if self.done + 1 == len(self.calls) and (texts := self.run.control.take_steers()):
             text += steer_note(texts)
         self.done += 1
+        self._chars += len(outcome.text)
         self.valid = self.valid or not outcome.invalid
         self._watch(call, outcome.text)
         message = ToolMessage(tool_call_id=call.id, name=call.name, content=text)
@@ -216,12 +252,8 @@ async def _run_one(
         return _failed(str(error), seconds=time.monotonic() - start)
     except Exception as error:  # carried to its place in call order, and raised there
         return _Outcome("", ok=False, error=error)
-    return _Outcome(_text(result, tool), result.ok, time.monotonic() - start)
+    return _Outcome(clean(result.text), result.ok, time.monotonic() - start)
 
 
 def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
     return _Outcome(clean(to_json({"error": clean(error)})), False, seconds, invalid)
-
-
-def _text(result: ToolResult, tool: Tool) -> str:
-    return clean(cut_middle(result.text, tool.max_chars))

@@ -193,6 +193,8 @@ class Sandbox(Protocol):
     """
 
     info: SandboxInfo
+    scratch: str
+    """A folder outside of the workspace, which is not graded: commands see and may change it."""
 
     async def run(
         self,

@@ -62,7 +62,7 @@ class PlainSandbox(FolderSandbox):
         workspace = box / "ws"
         super().__init__(info, tree, shell, str(workspace), Beneath(workspace))
         self._folders = (memory, box)
-        self.place = str(self._folders[-1])
+        self.place = self.scratch = str(self._folders[-1])
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
         if not self._shell.lost.is_set():

@@ -324,6 +324,8 @@ class ShellSandbox(ABC):
 
     place = ""
     """Where it is on the host, for a sandbox whose commands see that: its state names it."""
+    scratch = "/tmp"
+    """See `base.Sandbox`."""
     temporary: tuple[str, ...] = ("/tmp", "/dev/shm")
     """Folders of its own in memory."""
 

@@ -61,10 +61,17 @@ class Tool:
     handler: Handler
     toolset: str
     parallel: bool = False
-    """May run beside other parallel tools of the same turn."""
+    """Changes nothing, so that it may run beside other parallel tools of the same turn."""
     needs_sandbox: bool = True
     max_chars: int = 100_000
-    """Characters of the result that the model sees."""
+    """Characters of the result that the model sees; a longer one is spilled or cut."""
+    path_argument: str | None = None
+    """The argument that names the one file it works on: it may run beside calls that work on other
+    files."""
+    writes: bool = False
+    """It changes that file."""
+    untrusted: bool = False
+    """Its results come from others than the user, such as web pages: they are fenced."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -106,13 +113,17 @@ def tool(
     toolset: str,
     parallel: bool = False,
     max_chars: int = 100_000,
+    path_argument: str | None = None,
+    writes: bool = False,
 ) -> Callable[[Handler], Tool]:
     """Make a `Tool` of an async handler that works in the sandbox; `registry` lists it by name.
 
     Args:
         parameters: JSON schema of the arguments.
-        parallel: may run beside other parallel tools of the same turn.
+        parallel: changes nothing: may run beside other parallel tools of the same turn.
         max_chars: characters of the result that the model sees.
+        path_argument: the argument that names the one file it works on.
+        writes: it changes that file.
     """
 
     def make(handler: Handler) -> Tool:
@@ -124,6 +135,8 @@ def tool(
             toolset=toolset,
             parallel=parallel,
             max_chars=max_chars,
+            path_argument=path_argument,
+            writes=writes,
         )
 
     return make

@@ -16,7 +16,14 @@ MAX_RESULT_CHARS = 30_000
 _DIFF_LINES = 20_000
 
 
-@tool(name="patch", **schema("patch"), toolset="file", max_chars=MAX_RESULT_CHARS)
+@tool(
+    name="patch",
+    **schema("patch"),
+    toolset="file",
+    max_chars=MAX_RESULT_CHARS,
+    path_argument="path",
+    writes=True,
+)
 async def patch(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {success, diff, replacements, strategy}."""
     path, old, new = args["path"], args["old_string"], args["new_string"]

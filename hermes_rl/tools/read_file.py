@@ -39,6 +39,7 @@ class _Window:
     toolset="file",
     parallel=True,
     max_chars=MAX_RESULT_CHARS,
+    path_argument="path",
 )
 async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {content, total_lines, file_size, truncated, hint?}."""

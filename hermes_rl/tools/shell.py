@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hermes_rl.errors import ToolError
@@ -161,3 +162,16 @@ command ls -A -- "${{d:-/}}" 2>/dev/null"""
     result = await run_script(ctx, script)
     names = result.data.decode("utf-8", "replace").splitlines()
     return names if result.exit_code == 0 else []
+
+
+async def resolve_paths(ctx: ToolContext, paths: Sequence[str]) -> list[str]:
+    """What paths name in the session's working directory, links followed.
+
+    Raises: ToolError when they cannot be resolved.
+    """
+    quoted = " ".join(quote(path) for path in paths)
+    result = await run_script(ctx, f"command realpath -mz -- {quoted}")
+    found = result.data.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    if result.exit_code or len(found) != len(paths):
+        raise ToolError(f"cannot resolve paths: {result.text}")
+    return found

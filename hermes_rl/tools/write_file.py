@@ -9,7 +9,7 @@ from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.shell import write_bytes
 
 
-@tool(name="write_file", **schema("write_file"), toolset="file")
+@tool(name="write_file", **schema("write_file"), toolset="file", path_argument="path", writes=True)
 async def write_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {bytes_written, created}."""
     data = args["content"].encode("utf-8", "replace")
