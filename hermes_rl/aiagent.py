@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -29,14 +30,13 @@ from hermes_rl.agent import (
     OnEvent,
     OtherNames,
     Policy,
-    Session,
+    Progress,
+    SavedConversation,
     SessionEnd,
     SessionStart,
     call_hook,
-    common_length,
     continuable,
     last_answer,
-    open_session,
     run_agent,
     settle,
     split_system,
@@ -69,6 +69,7 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
+from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.text import clean
 from hermes_rl.tools import Tool
@@ -218,8 +219,9 @@ class AIAgent:
             run begins with the first model again.
         on_event: called with each event of `hermes_rl.events` as it happens, on the agent's loop.
         on_delta: called with each piece of text as it is streamed; without it nothing is streamed.
-        session: where the conversation is kept between agents: a name, a `Path` of a file, or an
-            object with `session_id`, `load`, `append` and `close`. The system prompt is not kept.
+        session: where the conversation is kept between agents: a name in the default store, the
+            path of a `.jsonl` file, a `SessionStore` (which gets a new session), a session of one,
+            or an object with `session_id`, `load`, `append` and `close`.
         hooks: callbacks before and after model calls and tools; see `Hooks`.
         allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
         names: further keywords, as hermes-agent names them; see `OtherNames`.
@@ -241,7 +243,7 @@ class AIAgent:
         fallbacks: Any = None,
         on_event: OnEvent | None = None,
         on_delta: Callable[[str], None] | None = None,
-        session: str | Path | Session | None = None,
+        session: str | Path | SessionStore | Session | None = None,
         hooks: Hooks | None = None,
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
@@ -283,8 +285,9 @@ class AIAgent:
         self._rows: list[list[ev.Event]] = []
         """Events of the runs of the last message."""
         self._runs = 0
-        self._where = session
-        self._session: Session | None = None
+        self._keeps_system = system is None
+        """A session's own system prompt is used again."""
+        self._saved = None if session is None else SavedConversation(session)
         self._ended: str | None = None
         """How the last run ended; None before the first."""
         self._open_session()
@@ -401,9 +404,8 @@ class AIAgent:
                 self._loop_thread.run(self._release())
         finally:
             self._loop_thread.close()
-            session, self._session = self._session, None
-            if session is not None:
-                session.close()
+            if self._saved is not None:
+                self._saved.close()
 
     async def aclose(self) -> None:
         """See `close`."""
@@ -524,7 +526,7 @@ class AIAgent:
             self._history = continuable(messages)
         self._ended = "error" if failed else ended.end_reason
         try:
-            await asyncio.to_thread(self._save, self._ended)
+            await self._save(self._history, self._ended)
             if self._settings.save_to is not None:
                 await append_attempts(self._settings.save_to, _IDENTITY, self._rows[-1:])
             if isinstance(ended.error, SandboxError) or ended.end_reason == "sandbox_killed":
@@ -557,6 +559,7 @@ class AIAgent:
             on_delta=self._deltas,
             tool_state=place.tool_state,
             budget=settings.budget,
+            after_turn=None if self._saved is None else partial(self._after_turn, log),
         )
 
     def _deltas(self, text: str) -> None:
@@ -566,17 +569,21 @@ class AIAgent:
             self._settings.callbacks.on_delta(text)
 
     def _listen(self, event: ev.Event) -> None:
+        if self._saved is not None:
+            self._saved.note(event)
         if self._on_event is not None:
             self._on_event(event)
         if self._settings.callbacks is not None:
             self._settings.callbacks(event)
 
     def _open_session(self) -> None:
-        if self._where is None or self._session is not None:
+        stored = None if self._saved is None else self._saved.open()
+        if self._saved is None or stored is None:
             return
-        self._session = open_session(self._where)
-        self.session_id = self._session.session_id
-        self._history = with_unique_ids(continuable(self._session.load()))
+        self.session_id = self._saved.session_id
+        self._history = with_unique_ids(continuable(stored))
+        if self._keeps_system and (system := self._saved.system_prompt) is not None:
+            self._system = system
 
     async def _begin_session(self, link: Link) -> None:
         """Tell the hook of the first run since the agent was made or closed."""
@@ -587,18 +594,17 @@ class AIAgent:
             )
             await call_hook(self.hooks.on_session_start, start)
 
-    def _save(self, end_reason: str) -> None:
-        """Keep the conversation. What cannot be kept now is tried again after the next run."""
-        if self._session is None:
+    async def _save(self, messages: list[Message], end_reason: str) -> None:
+        if self._saved is None:
             return
-        try:
-            before = self._session.load()
-            if before == self._history:
-                return
-            kept = common_length(before, self._history)
-            self._session.append(kept, self._history[kept:], end_reason)
-        except Exception:  # also of a session that is not ours: the answer is paid for
-            _log.exception("the conversation could not be saved")
+        model = self._link.model if self._link is not None else ""
+        await asyncio.to_thread(self._saved.save, messages, self._system, model, end_reason)
+        self.session_id = self._saved.session_id
+
+    async def _after_turn(self, log: EventLog, progress: Progress) -> None:
+        """Keep the conversation as far as it is: a kill loses the running turn alone."""
+        added = [event for event in log.events if isinstance(event, ev.MessageAdded)]
+        await self._save(continuable(without_scaffolding(added)), "running")
 
     async def _release(self) -> None:
         opened, self._opened = self._opened, AsyncExitStack()

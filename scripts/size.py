@@ -24,6 +24,7 @@ LINE_BUDGETS = {
     "hermes_rl/store": 3_300,
     "hermes_rl/rl": 2_700,
     "hermes_rl/segments": 800,
+    "hermes_rl/sessions": 1_300,
     "hermes_rl/export": 2_300,
     "hermes_rl/evals": 700,
     "hermes_rl/tools": 1_200,

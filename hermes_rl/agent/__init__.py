@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
     from hermes_rl.agent.run import run_agent, wall_limit
     from hermes_rl.agent.session import (
-        FileSession,
-        Session,
-        common_length,
+        SavedConversation,
         continuable,
         last_answer,
-        open_session,
         split_system,
         with_user,
     )

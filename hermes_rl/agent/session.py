@@ -1,172 +1,95 @@
-"""A conversation that outlives its agent: one file of JSON lines per session.
-
-The first line names the session; each run adds one line that says how many of the earlier messages
-it kept and which it added. A line that a kill tore is cut off when the file is opened again.
-"""
+"""The conversation of an agent: how it continues from run to run, and is kept in a session."""
 
 from __future__ import annotations
 
-import os
-import re
-import time
-import uuid
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import msgspec
-
-from hermes_rl.errors import UserError
-from hermes_rl.events import Event, MessageAdded
-from hermes_rl.locks import try_lock
+from hermes_rl.events import CallEnded, CallStarted, ContextStarted, Event, MessageAdded
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, UserMessage, text_of
-from hermes_rl.text import SECRETS, clean
+from hermes_rl.sessions import (
+    RecordsTurns,
+    Session,
+    SessionStore,
+    TurnRecord,
+    common_length,
+    open_session,
+)
+from hermes_rl.text import clean
+
+_log = logging.getLogger(__name__)
 
 
-class Session(Protocol):
-    """Where an agent's conversation is kept."""
+class SavedConversation:
+    """Keeps an agent's conversation in a session, turn by turn.
 
-    session_id: str
-
-    def load(self) -> list[Message]:
-        """The conversation so far, without a system message; empty for a new session."""
-        ...
-
-    def append(self, kept: int, added: Sequence[Message], end_reason: str) -> None:
-        """Note a run: so many messages stay as they were, then come these."""
-        ...
-
-    def close(self) -> None:
-        """Let it go."""
-        ...
-
-
-class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line."""
-
-    session_id: str
-    created_at: float
-    """Unix time, seconds."""
-    version: int = 1
-
-
-class _Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's line."""
-
-    kept: int
-    added: list[Message]
-    end_reason: str
-    at: float
-
-
-_HEAD = b'{"session_id":"'
-"""As every session begins, also one whose first line a kill tore."""
-
-_decode_head = msgspec.json.Decoder(_Head).decode
-_decode_run = msgspec.json.Decoder(_Run).decode
-
-
-class FileSession:
-    """A session in a file, which is made when it is absent. One agent holds it at a time.
-
-    Raises: UserError for a file that cannot be written, is not a session, or is in use.
+    Args:
+        where: as `AIAgent` takes it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.expanduser()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UserError(f"session {self.path}: {error.strerror}. Choose another file") from None
-        try:
-            if not try_lock(self._fd):
-                raise UserError(f"session {self.path} is in use by another agent; close it")
-            self._messages = self._read()
-        except BaseException:
-            os.close(self._fd)
-            raise
+    def __init__(self, where: str | Path | SessionStore | Session) -> None:
+        self._where = where
+        self._session: Session | None = None
+        self._lock = threading.Lock()  # a turn may still be saved when its run is cancelled
+        self._events: list[Event] = []
+        """Those that are not saved yet."""
 
-    def load(self) -> list[Message]:
-        """See `Session`."""
-        return list(self._messages)
+    def open(self) -> list[Message] | None:
+        """Open the session; the conversation in it, or None when it was open. Raises: UserError."""
+        if self._session is not None:
+            return None
+        self._session = open_session(self._where)
+        return self._session.load()
 
-    def append(self, kept: int, added: Sequence[Message], end_reason: str) -> None:
-        """See `Session`. Raises: UserError when the disk does not take it."""
-        run = _Run(kept=kept, added=list(added), end_reason=end_reason, at=time.time())
-        self._write(msgspec.json.encode(SECRETS.scrub_record(run)))
-        self._messages = [*self._messages[:kept], *added]
+    @property
+    def session_id(self) -> str:
+        """Of the open session."""
+        assert self._session is not None
+        return self._session.session_id
+
+    @property
+    def system_prompt(self) -> str | None:
+        """As it was sent last; None where the session does not have it."""
+        return self._session.system_prompt if isinstance(self._session, RecordsTurns) else None
+
+    def note(self, event: Event) -> None:
+        """Take an event of the run."""
+        if isinstance(event, CallStarted | CallEnded | ContextStarted):
+            self._events.append(event)
+
+    def save(self, messages: Sequence[Message], system: str, model: str, end_reason: str) -> None:
+        """Keep the conversation. What cannot be kept now is tried again after the next turn."""
+        with self._lock:
+            session, events = self._session, list(self._events)
+            if session is None:
+                return
+            try:
+                if isinstance(session, RecordsTurns):
+                    session.record(
+                        TurnRecord(
+                            messages=messages,
+                            events=events,
+                            system_prompt=system,
+                            model=model,
+                            end_reason=end_reason,
+                        )
+                    )
+                else:
+                    before = session.load()
+                    kept = common_length(before, messages)
+                    if before != list(messages):
+                        session.append(kept, messages[kept:], end_reason)
+                self._events = self._events[len(events) :]
+            except Exception:  # also of a session that is not ours: the answer is paid for
+                _log.exception("the conversation could not be saved")
 
     def close(self) -> None:
-        """See `Session`. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _read(self) -> list[Message]:
-        """The messages of all whole lines. What a kill left behind them is cut off, once the file
-        is seen to be a session."""
-        data = b"".join(iter(lambda: os.read(self._fd, 1 << 20), b""))
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
-            if not _HEAD.startswith(data[: len(_HEAD)]):
-                raise UserError(f"{self.path} is not a session file. Choose another")
-            os.ftruncate(self._fd, 0)
-            self.session_id = uuid.uuid4().hex
-            head = _Head(session_id=self.session_id, created_at=time.time())
-            self._write(msgspec.json.encode(head))
-            return []
-        messages = self._messages_of(whole)
-        os.ftruncate(self._fd, len(whole))
-        return messages
-
-    def _messages_of(self, whole: bytes) -> list[Message]:
-        first, *runs = whole.splitlines()
-        messages: list[Message] = []
-        try:
-            self.session_id = _decode_head(first).session_id
-            for line in runs:
-                run = _decode_run(line)
-                messages = [*messages[: run.kept], *run.added]
-        except msgspec.DecodeError as error:
-            raise UserError(f"{self.path} is not a session file: {error}. Choose another") from None
-        return messages
-
-    def _write(self, line: bytes) -> None:
-        end = os.lseek(self._fd, 0, os.SEEK_END)
-        try:
-            data = line + b"\n"
-            if os.write(self._fd, data) != len(data):
-                raise OSError(28, "No space left on device")
-            os.fsync(self._fd)
-        except OSError as error:
-            os.ftruncate(self._fd, end)
-            raise UserError(f"session {self.path}: {error.strerror}. Free some space") from None
-
-
-def open_session(session: str | Path | Session) -> Session:
-    """A session by name, by file, or as it is.
-
-    A name stands for a file below `$XDG_DATA_HOME`, else `~/.local/share`.
-
-    Raises: UserError, as `FileSession`, and for a name that is none.
-    """
-    if isinstance(session, Path):
-        return FileSession(session)
-    if not isinstance(session, str):
-        return session
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", session):
-        raise UserError(
-            f"session {session!r}: a name holds letters, digits, - _ and .; for a file give a Path"
-        )
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return FileSession(Path(base) / "hermes-rl" / "sessions" / f"{session}.jsonl")
-
-
-def common_length(before: Sequence[Message], after: Sequence[Message]) -> int:
-    """How many messages at the head of two conversations are the same."""
-    pairs = zip(before, after, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
+        """Release the session. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
 
 def continuable(messages: Iterable[Message]) -> list[Message]:

@@ -33,6 +33,7 @@ COMMANDS = {
     "env": "RL environments: list, process, evaluate, regrade, new",
     "images": "images for sandboxes: list, pull, import, build, prune",
     "sandboxes": "sandboxes on this machine: list, and reap what dead workers left",
+    "sessions": "kept conversations: list, show, search, export, import, prune",
     "doctor": "what is there, what works on this machine, what to install",
 }
 """Command -> its line in `hermes-rl --help`; a command without a module is not offered."""

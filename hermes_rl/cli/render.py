@@ -114,7 +114,7 @@ def trajectory(row: Row) -> str:
         lines += _message(message, info, row)
     for part in row.get("rewards") or []:
         first, _, printed = (part["detail"] or reward(part["score"])).partition("\n")
-        lines += [f" {part['name']:<8}  {first}", *_indented(printed)]
+        lines += [f" {part['name']:<8}  {first}", *indented(printed)]
     if row.get("error"):
         lines.append(f" error     {row['error']}")
     return visible("\n".join(lines))
@@ -158,7 +158,7 @@ def _message(message: Row, info: Row, row: Row) -> list[str]:
         first, *rest = text.strip().split("\n") or [""]
         return [f" user{mark}      {first}"[: WIDTH * 4], *(f"           {x}" for x in rest)]
     if role == "tool":
-        return _indented(tool_output(content))
+        return indented(tool_output(content))
     lines = []
     if content.strip():
         first, *rest = content.strip().split("\n")
@@ -201,7 +201,8 @@ def tool_output(content: str) -> str:
     return "\n".join([output.rstrip("\n"), *notes]).strip("\n")
 
 
-def _indented(text: str) -> list[str]:
+def indented(text: str) -> list[str]:
+    """What a tool printed, at most so many lines of it."""
     if not text.strip():
         return []
     lines = text.rstrip("\n").split("\n")

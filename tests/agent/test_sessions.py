@@ -1,7 +1,6 @@
 """Hooks of an agent, and conversations that outlive one, through the public door."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl import Hooks
-from hermes_rl.agent import FileSession, PostToolCall, PreToolCall, common_length, open_session
+from hermes_rl.agent import PostToolCall, PreToolCall
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import (
     AssistantMessage,
@@ -22,6 +21,7 @@ from hermes_rl.messages import (
     UserMessage,
     from_openai,
 )
+from hermes_rl.sessions import FileSession, SessionStore, common_length
 
 from .conftest import Make, say
 
@@ -190,23 +190,26 @@ def test_a_conversation_goes_on_in_another_agent(make: Make, tmp_path: Path) -> 
     session.close()
 
 
-def test_sessions_by_name_and_what_is_no_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stored_session_replays_the_system_prompt_and_counts_the_calls(
+    make: Make, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    session = open_session("work-1")
-    session.close()
-    assert (tmp_path / "hermes-rl" / "sessions" / "work-1.jsonl").is_file()
-    with pytest.raises(UserError, match="give a Path"):
-        open_session("../up")
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"prompt": "p"}\n')
-    with pytest.raises(UserError, match="not a session file"):
-        open_session(other)
-    if os.geteuid():
-        (tmp_path / "shut").mkdir(mode=0o500)
-        with pytest.raises(UserError, match="Permission denied"):
-            open_session(tmp_path / "shut" / "s.jsonl")
+    path, sent = tmp_path / "s.db", "Be brief.\n  \u00fcber \x0b"
+    with SessionStore(path) as store, make(session=store.open("work"), system=sent) as agent:
+        assert agent.chat(say({"run": "true"}, "Done.", "More.")) == "Done."
+        name = agent.session_id
+    with SessionStore(path) as store, make(session=store.open("work")) as agent:
+        result = agent.run_conversation("And?")
+        assert (result["messages"][0]["content"], result["session_id"]) == (sent, name)
+        assert store.find("work").calls == 3
+        assert store.find("work").end_reason == "answered"
+        assert agent.run_conversation("New.", conversation_history=[])["session_id"] != name
+    with SessionStore(path) as store, make(session=store.open("work"), system="Other.") as agent:
+        assert agent.run_conversation("?")["messages"][0]["content"] == "Other."
+        assert (store.find("work").system_prompt, store.find(name).system_prompt) == (
+            "Other.",
+            sent,
+        )
+        assert store.find("work").parent_id == name
 
 
 calls = st.builds(ToolCall, id=st.text(min_size=1), name=st.text(), arguments=st.text())

@@ -34,11 +34,12 @@ class Sizes:
     driven: int = 50_000
     verbs: int = 1000
     stored: int = 3000
+    searched: int = 100_000
 
 
 FULL = Sizes()
-QUICK = Sizes(40, 200, 1, (150, 2000), 50_000, 10_000, 200, 200)
-TINY = Sizes(4, 12, 1, (8, 50), 2000, 2000, 10, 5)
+QUICK = Sizes(40, 200, 1, (150, 2000), 50_000, 10_000, 200, 200, 20_000)
+TINY = Sizes(4, 12, 1, (8, 50), 2000, 2000, 10, 5, 500)
 
 
 @dataclass(frozen=True)

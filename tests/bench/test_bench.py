@@ -16,6 +16,7 @@ ROWS = (
     "resume",
     "driver-memory",
     "reward-lag",
+    "session-search",
     "commands",
 )
 
