@@ -58,8 +58,8 @@ class _Term:
 
 def _terms(query: str) -> list[_Term]:
     found = []
-    for phrase, word in _TERM.findall(query.replace("\0", " ")):
-        text = phrase or word.strip('"')
+    for phrase, single in _TERM.findall(query.replace("\0", " ")):
+        text = phrase or single.strip('"')
         prefix = not phrase and len(text) > 1 and text.endswith("*")
         text = text.rstrip("*") if prefix else text
         if text:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl import Hooks
-from hermes_rl.agent import PRESETS, FileSession
+from hermes_rl.agent import PRESETS
 from hermes_rl.messages import (
     AssistantMessage,
     Message,
@@ -23,6 +23,7 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models import Conversation, Endpoint, ModelRequest, connect
 from hermes_rl.models.prepare import NO_RESULT, ORPHAN, prepare
+from hermes_rl.sessions import FileSession
 from hermes_rl.tasks import parse_row
 from hermes_rl.testing import FakeConfig, FakeServer, wire_of
 

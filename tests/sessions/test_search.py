@@ -94,15 +94,15 @@ def test_snippets_show_the_term(store: SessionStore) -> None:
 def test_thousands_of_messages_are_searched_quickly(tmp_path: Path) -> None:
     """`make bench` has the row of 100,000 messages."""
     with SessionStore(tmp_path / "s.db") as store:
-        words = [f"word{n % 997} line{n} common text of a message" for n in range(20_000)]
-        words[3] = "一个罕见的词在这里"
+        texts = [f"term{n % 997} line{n} common text of a message" for n in range(20_000)]
+        texts[3] = "一个罕见的词在这里"
         session = store.open("large")
-        session.record(TurnRecord(messages=[UserMessage(content=text) for text in words]))
-        for query in ("common", "word7", "common line19999", "absent", "罕见", "word3*", "%"):
+        session.record(TurnRecord(messages=[UserMessage(content=text) for text in texts]))
+        for query in ("common", "term7", "common line19999", "absent", "罕见", "term3*", "%"):
             best = min(_seconds(store, query) for _ in range(3))
             assert best < 0.1, (query, best)
         assert [hit.position for hit in store.search("罕见")] == [3]
-        assert [hit.position for hit in store.search("word7", 2)] == [19_947, 18_950]
+        assert [hit.position for hit in store.search("term7", 2)] == [19_947, 18_950]
 
 
 def _seconds(store: SessionStore, query: str) -> float:

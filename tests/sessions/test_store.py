@@ -68,7 +68,7 @@ messages = st.lists(
 
 
 @given(histories=st.lists(messages, min_size=1, max_size=4), prompt=st.text())
-def test_a_session_returns_exactly_what_it_was_given(
+def test_a_session_returns_exactly_what_was_stored(
     histories: list[list[Message]], prompt: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
@@ -118,7 +118,7 @@ def test_usage_titles_and_models_are_stored(store: SessionStore) -> None:
     assert (info.title, info.model, info.end_reason) == ("The parser", "m", "answered")
 
 
-def test_a_compressed_conversation_continues_in_a_session_of_its_own(store: SessionStore) -> None:
+def test_a_compressed_conversation_continues_in_a_new_session(store: SessionStore) -> None:
     first = [user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f")]
     session = store.open("work")
     record(session, *first, system_prompt="s")
@@ -255,7 +255,7 @@ def test_names_and_files_open_sessions(tmp_path: Path, monkeypatch: pytest.Monke
     session = open_session("work")
     assert session.load() == []  # not imported a second time
     session.close()
-    file = open_session(str(tmp_path / "own.jsonl"))
+    file = open_session(str(tmp_path / "talk.jsonl"))
     assert isinstance(file, FileSession)
     file.close()
     with pytest.raises(UserError, match="pass a Path"):
