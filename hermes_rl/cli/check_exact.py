@@ -29,7 +29,15 @@ from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.export import samples_of
 from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversation_from_openai
 from hermes_rl.models.tokens import Renderer, TemplateRefused, load_renderer, shaped_by
-from hermes_rl.segments import DRIFT, MAIN, Run, rollout_faults, row_faults, runs_of, usage_faults
+from hermes_rl.segments import (
+    DRIFT,
+    MAIN,
+    AnswerSpan,
+    answer_spans,
+    rollout_faults,
+    row_faults,
+    usage_faults,
+)
 from hermes_rl.store import MANY_FORKS, RunDir
 
 SHOWN = 50
@@ -340,7 +348,7 @@ def _tokenizer_faults(segments: Sequence[Row], renderers: Renderers) -> Iterator
 def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
     """`ended` or `unended` for each answer that stopped by itself. One without an end token may
     have met a stop string; when all are without, the end tokens were lost."""
-    for reason, run in zip(segment["finish_reasons"], runs_of(segment), strict=True):
+    for reason, run in zip(segment["finish_reasons"], answer_spans(segment), strict=True):
         if run.trained and reason in _ENDED:
             last = segment["input_ids"][run.end - 1]
             yield "ended" if last in renderer.end_ids else "unended"
@@ -348,7 +356,7 @@ def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
 
 def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Row:
     """One row, explained."""
-    runs = [run for run in runs_of(segment) if run.trained]
+    runs = [run for run in answer_spans(segment) if run.trained]
     told: Row = {
         "task_id": rollout.row["task_id"],
         "repeat": rollout.row["repeat"],
@@ -370,7 +378,7 @@ def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Ro
     return told
 
 
-def _fork(rollout: Rollout, segment: Row, runs: list[Run], renderer: Renderer | None) -> Row:
+def _fork(rollout: Rollout, segment: Row, runs: list[AnswerSpan], renderer: Renderer | None) -> Row:
     parents = (s for s in rollout.segments if s["branch_index"] == segment["parent_branch"])
     before: list[int] = next(parents, {"input_ids": []})["input_ids"]
     now: list[int] = segment["input_ids"]
@@ -543,7 +551,7 @@ def recorded(rollout: Rollout, masks: Masks, renderers: Renderers) -> None:
     outputs = _outputs(rollout.messages()) if renderers.named else []
     for segment in rollout.segments:
         renderer = renderers.of(segment)
-        for run in runs_of(segment) if segment["trainable"] else ():
+        for run in answer_spans(segment) if segment["trainable"] else ():
             if not run.trained:
                 continue
             masks.spans += 1

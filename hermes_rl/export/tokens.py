@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hermes_rl.segments import runs_of
+from hermes_rl.segments import answer_spans
 
 _THROWN_AWAY = ("discarded", "aborted")
 """Values of `exclude_reason` of an answer that is in no conversation."""
@@ -135,8 +135,8 @@ def answers_of(segments: Iterable[Mapping[str, Any]]) -> dict[str, Answer]:
     for segment in segments:
         if segment["token_source"] == "retokenized" or broken(segment):
             continue
-        for call_id, run in zip(segment["call_ids"], runs_of(segment), strict=True):
-            if run.own or call_id not in found:
+        for call_id, run in zip(segment["call_ids"], answer_spans(segment), strict=True):
+            if run.owned or call_id not in found:
                 found[call_id] = Answer(segment, run.start, run.end)
     return found
 

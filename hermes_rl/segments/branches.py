@@ -1,8 +1,8 @@
-"""What a rollout's events say of its calls with tokens, and the branches that these calls form.
+"""The calls of a rollout that have tokens, and the branches that they form.
 
-A branch is a chain of calls of one agent in which each extends the one before. Answers that joined
-no conversation (thrown away, aborted, summaries) stand aside, each in a branch of its own: what
-comes after continues from the prompt that they answered.
+A branch is a chain of calls of one agent, each of which extends the previous one. An answer that is
+in no conversation (discarded, aborted, or a summary) is detached: it has its own branch, and later
+calls continue from its prompt.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.tokens import TokenGraph, TokensFault
 from hermes_rl.trajectory import thrown_away
 
-Aside = Literal["discarded", "aborted", "summary"]
+Detached = Literal["discarded", "aborted", "summary"]
 
 
 @dataclass(frozen=True)
-class CallFacts:
-    """One call. Places are positions in the stream of events."""
+class CapturedCall:
+    """One call. `began` and `ended` are positions in the stream of events."""
 
     call_id: str
     agent: str
@@ -31,23 +31,23 @@ class CallFacts:
     model: str
     began: int
     ended: int
-    """The place of its end; the stream's length when it has none."""
+    """The length of the stream if the call did not end."""
     finish_reason: str | None
     policy_version: str | None
-    aside: Aside | None
-    """Why it is no part of the conversation; None when it is."""
+    detached: Detached | None
+    """Why its answer is not in the conversation; None if it is."""
 
 
 @dataclass(frozen=True)
-class Happened:
-    """An attempt, as far as its tokens are concerned."""
+class CapturedCalls:
+    """The calls of an attempt that have tokens."""
 
     tokens: list[ev.TokensAdded]
-    calls: dict[str, CallFacts]
+    calls: dict[str, CapturedCall]
     contexts: list[int] = field(default_factory=list)
-    """Where new contexts began."""
-    thought: frozenset[int] = frozenset()
-    """Turns whose answer held reasoning."""
+    """Positions at which new contexts began."""
+    reasoning_turns: frozenset[int] = frozenset()
+    """Turns whose answer contains reasoning."""
 
     @property
     def agents(self) -> dict[str, str]:
@@ -55,43 +55,43 @@ class Happened:
         return {call_id: call.agent for call_id, call in self.calls.items()}
 
 
-def happened(stream: Sequence[ev.Event]) -> Happened:
-    """Read an attempt's events. Calls without tokens are left out."""
+def captured_calls(stream: Sequence[ev.Event]) -> CapturedCalls:
+    """Read the calls with tokens from the events of an attempt."""
     tokens = [e for e in stream if isinstance(e, ev.TokensAdded)]
     wanted = {e.call_id for e in tokens}
     ends = {e.call_id: (n, e) for n, e in enumerate(stream) if isinstance(e, ev.CallEnded)}
     thrown = thrown_away(stream)
     calls = {
-        e.call_id: _facts(e, place, ends.get(e.call_id), len(stream), e.call_id in thrown)
+        e.call_id: _calls(e, place, ends.get(e.call_id), len(stream), e.call_id in thrown)
         for place, e in enumerate(stream)
         if isinstance(e, ev.CallStarted) and e.call_id in wanted
     }
-    return Happened(
+    return CapturedCalls(
         tokens=tokens,
         calls=calls,
         contexts=[n for n, e in enumerate(stream) if isinstance(e, ev.ContextStarted)],
-        thought=frozenset(
-            e.turn for e in stream if isinstance(e, ev.MessageAdded) and _holds_reasoning(e)
+        reasoning_turns=frozenset(
+            e.turn for e in stream if isinstance(e, ev.MessageAdded) and _has_reasoning(e)
         ),
     )
 
 
 def version_number(text: str | None) -> int:
-    """A policy version that is a whole number; -1 for any other."""
+    """Return a policy version as an integer; -1 if it is not a whole number."""
     if text is None or not (text.isascii() and text.isdigit()):
         return -1
     return int(text) if int(text) < 1 << 31 else -1
 
 
-def _facts(
+def _calls(
     start: ev.CallStarted,
     place: int,
     ended: tuple[int, ev.CallEnded] | None,
     length: int,
     thrown: bool,
-) -> CallFacts:
+) -> CapturedCall:
     last, end = ended or (length, None)
-    return CallFacts(
+    return CapturedCall(
         call_id=start.call_id,
         agent=start.agent,
         turn=start.turn,
@@ -101,11 +101,11 @@ def _facts(
         ended=last,
         finish_reason=end.finish_reason if end else None,
         policy_version=end.policy_version if end else None,
-        aside=_aside(start, end, thrown),
+        detached=_detached_by(start, end, thrown),
     )
 
 
-def _aside(start: ev.CallStarted, end: ev.CallEnded | None, thrown: bool) -> Aside | None:
+def _detached_by(start: ev.CallStarted, end: ev.CallEnded | None, thrown: bool) -> Detached | None:
     if start.purpose != "agent":
         return "summary"
     if end is not None and (end.outcome != "ok" or end.error is not None):
@@ -113,7 +113,7 @@ def _aside(start: ev.CallStarted, end: ev.CallEnded | None, thrown: bool) -> Asi
     return "discarded" if thrown else None
 
 
-def _holds_reasoning(e: ev.MessageAdded) -> bool:
+def _has_reasoning(e: ev.MessageAdded) -> bool:
     message = e.message
     if e.synthetic or not isinstance(message, AssistantMessage):
         return False
@@ -126,10 +126,10 @@ DRIFT: tuple[ForkReason, ...] = (
     "template",
     "edited_history",
 )
-"""Forks that an exact history would not have."""
+"""Reasons of forks that do not occur with an exact history."""
 
 MAIN = "main"
-"""The agent that a rollout begins with."""
+"""Name of the main agent."""
 
 _KINDS: dict[ForkReason, str] = {
     "compaction": "compaction",
@@ -147,49 +147,53 @@ class Branch:
     kind: str
     reason: ForkReason | None
     parent: int | None
-    """The branch that it shares its beginning with."""
+    """The branch with which it shares its first tokens."""
     nodes: list[int] = field(default_factory=list)
-    """Its own calls, in order."""
+    """The calls that it trains, in order."""
 
 
 class Branches:
-    """All branches of a rollout, found in one pass over the calls in the order of their ends.
+    """The branches of a rollout, built in one pass over the calls in the order of their ends.
 
     Raises: TokensFault for tokens without a call.
     """
 
-    def __init__(self, graph: TokenGraph, calls: Happened) -> None:
+    def __init__(self, graph: TokenGraph, calls: CapturedCalls) -> None:
         for node in graph.nodes:
             if node.added.call_id not in calls.calls:
-                raise TokensFault(f"the tokens of {node.added.call_id} belong to no call")
-        self.graph = graph
+                raise TokensFault(f"no call {node.added.call_id}, but tokens of it")
+        self.graph, self.captured = graph, calls
         self.followed = self.drifted = 0
-        """Calls of which an exact history would make an extension; those of them that forked."""
-        self._contexts, self._thought = calls.contexts, calls.thought
-        self._facts = [calls.calls[node.added.call_id] for node in graph.nodes]
+        """Calls that extend their history if the history is exact; those of them that forked."""
+        self._contexts, self._reasoning_turns = calls.contexts, calls.reasoning_turns
+        self._calls = [calls.calls[node.added.call_id] for node in graph.nodes]
         self._owner: dict[int, int] = {}
         """Node -> branch."""
         self._last: dict[str, int] = {}
-        """Agent -> its latest call that did not stand aside."""
+        """Agent -> its latest call that is not detached."""
         self.branches: list[Branch] = []
-        """The main agent's first one in front."""
+        """The first branch of the main agent comes first."""
         for number in range(len(graph.nodes)):
-            self._place(number)
-        self._adopt()
+            self._add_call(number)
+        self._assign_parents()
         self._renumber()
 
-    def _place(self, number: int) -> None:
-        facts = self._facts[number]
+    def call(self, node: int) -> tuple[CapturedCall, ev.TokensAdded]:
+        """Return the call of a node, and its tokens."""
+        return self._calls[node], self.graph.nodes[node].added
+
+    def _add_call(self, number: int) -> None:
+        call = self._calls[number]
         anchor, kept = self._anchor(number)
-        if facts.aside is not None:
-            reason: ForkReason = "compaction" if facts.aside == "summary" else "retry"
-            self._begin(number, _KINDS[reason], reason, anchor)
+        if call.detached is not None:
+            reason: ForkReason = "compaction" if call.detached == "summary" else "retry"
+            self._start_branch(number, _KINDS[reason], reason, anchor)
             return
-        previous = self._last.get(facts.agent)
-        self._last[facts.agent] = number
-        exact = previous is not None and not self._new_context(previous, facts)
+        previous = self._last.get(call.agent)
+        self._last[call.agent] = number
+        exact = previous is not None and not self._new_context(previous, call)
         self.followed += exact
-        if self._extends(number, anchor, kept):
+        if self._extends_anchor(number, anchor, kept):
             branch = self.branches[self._owner[anchor]]
             branch.nodes.append(number)
             self._owner[number] = branch.number
@@ -198,12 +202,12 @@ class Branches:
         if reason_ is not None:
             kind = _KINDS.get(reason_, "fork")
             self.drifted += exact and reason_ in DRIFT
-        self._begin(number, kind, reason_, anchor)
+        self._start_branch(number, kind, reason_, anchor)
 
-    def _begin(self, number: int, kind: str, reason: ForkReason | None, anchor: int) -> None:
+    def _start_branch(self, number: int, kind: str, reason: ForkReason | None, anchor: int) -> None:
         branch = Branch(
             number=len(self.branches),
-            agent=self._facts[number].agent,
+            agent=self._calls[number].agent,
             kind=kind,
             reason=reason,
             parent=self._owner.get(anchor),
@@ -213,76 +217,77 @@ class Branches:
         self._owner[number] = branch.number
 
     def _anchor(self, number: int) -> tuple[int, int]:
-        """The call that a prompt goes on from, and how far: what it shares with the prompt of one
-        that stands aside belongs to the call before that."""
+        """Return the call that a prompt continues, and the number of shared tokens.
+
+        Tokens shared with the prompt of a detached call belong to the call before it.
+        """
         node = self.graph.nodes[number]
         anchor, kept = node.parent, node.kept
-        while anchor >= 0 and self._facts[anchor].aside is not None:
-            aside = self.graph.nodes[anchor]
-            if kept > aside.prompt_end:
+        while anchor >= 0 and self._calls[anchor].detached is not None:
+            detached = self.graph.nodes[anchor]
+            if kept > detached.prompt_end:
                 break
-            anchor, kept = aside.parent, min(kept, aside.kept)
+            anchor, kept = detached.parent, min(kept, detached.kept)
         return anchor, kept
 
-    def _extends(self, number: int, anchor: int, kept: int) -> bool:
+    def _extends_anchor(self, number: int, anchor: int, kept: int) -> bool:
         if anchor < 0 or kept != self.graph.nodes[anchor].end:
             return False
-        before, this = self._facts[anchor], self._facts[number]
+        before, this = self._calls[anchor], self._calls[number]
         last = self.branches[self._owner[anchor]].nodes[-1]
-        return before.aside is None and before.agent == this.agent and last == anchor
+        return before.detached is None and before.agent == this.agent and last == anchor
 
-    def _new_context(self, previous: int, facts: CallFacts) -> bool:
-        ended = self._facts[previous].ended
-        return any(ended < place < facts.began for place in self._contexts)
+    def _new_context(self, previous: int, call: CapturedCall) -> bool:
+        ended = self._calls[previous].ended
+        return any(ended < place < call.began for place in self._contexts)
 
     def _reason(
         self, number: int, anchor: int, kept: int, previous: int | None
     ) -> ForkReason | None:
-        facts = self._facts[number]
+        call = self._calls[number]
         if previous is None:
-            return None if facts.agent == MAIN else "subagent"
-        if self._new_context(previous, facts):
+            return None if call.agent == MAIN else "subagent"
+        if self._new_context(previous, call):
             return "compaction"
-        if self._beside(number):
+        if self._runs_in_parallel(number):
             return "parallel_call"
-        if facts.turn == self._facts[previous].turn:
+        if call.turn == self._calls[previous].turn:
             return "retry"
         recorded = self.graph.nodes[number].added.fork_reason
-        return recorded or self._drift(anchor, kept)
+        return recorded or self._drift_reason(anchor, kept)
 
-    def _beside(self, number: int) -> bool:
-        """Whether a call of the same agent was under way at the same time."""
-        this = self._facts[number]
+    def _runs_in_parallel(self, number: int) -> bool:
+        """Whether another call of the same agent was in flight at the same time."""
+        this = self._calls[number]
         return any(
             other.agent == this.agent
-            and other.aside is None
+            and other.detached is None
             and other.began < this.ended
             and this.began < other.ended
-            for other in self._facts[:number]
+            for other in self._calls[:number]
         )
 
-    def _drift(self, anchor: int, kept: int) -> ForkReason:
-        """Why a prompt that ought to extend a path leaves it."""
+    def _drift_reason(self, anchor: int, kept: int) -> ForkReason:
+        """Return why a prompt that should extend a path does not."""
         if anchor < 0 or kept < self.graph.nodes[anchor].prompt_end:
-            return "template"  # tokens that nobody sampled are written otherwise
-        if self._facts[anchor].turn in self._thought:
+            return "template"  # tokens that were not sampled differ
+        if self._calls[anchor].turn in self._reasoning_turns:
             return "dropped_reasoning"
         return "retokenized_history"
 
-    def _adopt(self) -> None:
-        """An answer that stands aside and shares its beginning with later calls only belongs to
-        theirs."""
+    def _assign_parents(self) -> None:
+        """Give detached answers without a parent the branch of a later call that continues them."""
         for branch in self.branches:
-            aside = branch.nodes[0]
-            if branch.parent is not None or self._facts[aside].aside is None:
+            detached = branch.nodes[0]
+            if branch.parent is not None or self._calls[detached].detached is None:
                 continue
-            later = (n for n, node in enumerate(self.graph.nodes) if node.parent == aside)
+            later = (n for n, node in enumerate(self.graph.nodes) if node.parent == detached)
             branch.parent = next(
-                (self._owner[n] for n in later if self._facts[n].aside is None), None
+                (self._owner[n] for n in later if self._calls[n].detached is None), None
             )
 
     def _renumber(self) -> None:
-        """The main agent's first branch in front, the others as they began."""
+        """Number the branches: first the main agent's first one, then the others in order."""
         self.branches.sort(key=lambda branch: (branch.kind != MAIN, branch.number))
         place = {branch.number: n for n, branch in enumerate(self.branches)}
         for branch in self.branches:

@@ -1,4 +1,4 @@
-"""The rows of table `segments`, from a rollout's branches, and whether each may be trained on."""
+"""The rows of table `segments`: one per branch, and whether it may be trained on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hermes_rl.events import LogprobsKind, TokensAdded, unpack_logprobs
-from hermes_rl.models.tokens import LOWEST, Stretch
+from hermes_rl.models.tokens import LOWEST
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments.branches import Branch, Branches, CallFacts, Happened, version_number
+from hermes_rl.segments.branches import Branch, Branches, CapturedCall, version_number
 
 Exclusion = Literal[
     "failed",
@@ -26,39 +26,44 @@ Exclusion = Literal[
     "constrained_logprobs",
     "raw_logprobs",
 ]
-"""Why a segment is not trainable: its attempt failed; its answer was thrown away, given up by the
-engine, or a summary for a new context; ids come from a text that was tokenised again; its calls
-went to several models, or were tokenised in several ways; logprobs are absent, or none (over 0, not
-finite); nobody knows what they are of; a grammar cut what they are of; they are the model's own,
-and sampling was not plainly from that (temperature 1, and neither filters nor penalties)."""
+"""Why a segment is not trainable: its attempt failed; its answer was discarded, aborted by the
+engine, or is a summary for a new context; its ids were retokenized from text; calls of several
+models or tokenizers; logprobs are absent, or invalid (above 0, or not finite), of an unknown
+distribution, or of one that a grammar constrained; they are raw, and sampling was not plain
+(temperature 1 without filters and penalties)."""
 
 NOISE = 1e-4
-"""A logprob may be above 0 by this much: float32 sums over a large vocabulary are no more exact."""
+"""Logprobs up to this are taken for 0: float32 sums over a large vocabulary are not exact."""
 
 
-def sound(values: Sequence[float]) -> list[float | None]:
-    """Logprobs as they are stored; None for what is none. vLLM writes `LOWEST`, and SGLang the
-    lowest float, in the place of minus infinity."""
+def stored_logprobs(added: TokensAdded) -> list[float | None]:
+    """Return the logprobs of an answer as they are stored; None for each invalid one.
+
+    vLLM writes `LOWEST`, and SGLang the lowest float, for minus infinity.
+    """
+    if added.logprobs is None:
+        return [None] * (len(added.sampled) // 4)
+    values = unpack_logprobs(added.logprobs)
     if all(LOWEST < v <= 0.0 for v in values):
         return list(values)
     return [min(v, 0.0) if LOWEST < v <= NOISE else None for v in values]
 
 
-def exclusion(
-    ok: bool, calls: Sequence[CallFacts], path: Sequence[tuple[CallFacts, TokensAdded]]
+def exclusion_reason(
+    ok: bool, calls: Sequence[CapturedCall], path: Sequence[tuple[CapturedCall, TokensAdded]]
 ) -> Exclusion | None:
-    """Why a branch is not trainable; None when it is.
+    """Return why a branch is not trainable; None if it is.
 
     Args:
         ok: the rollout has a row in `trajectories`.
-        calls: those of the branch itself.
-        path: all calls with answers on its path, and what they added.
+        calls: the calls that the branch trains.
+        path: all calls with answers on its path, and their tokens.
     """
     if not ok:
         return "failed"
-    aside = next((call.aside for call in calls if call.aside is not None), None)
-    if aside is not None:
-        return aside
+    detached = next((call.detached for call in calls if call.detached is not None), None)
+    if detached is not None:
+        return detached
     if any(added.source == "retokenized" for _, added in path):
         return "retokenized"
     makers = {(call.model, a.tokenizer_hash) for call, a in path}
@@ -82,13 +87,16 @@ def _logprobs(added: TokensAdded) -> Exclusion | None:
     if added.logprobs_kind == "sampling":
         return None
     if added.logprobs_kind == "raw":
-        return None if plainly_sampled(added) else "raw_logprobs"
+        return None if is_plain_sampling(added) else "raw_logprobs"
     return _OF_KIND[added.logprobs_kind]
 
 
-def plainly_sampled(added: TokensAdded) -> bool:
-    """Whether the model's own distribution was sampled from. All of it must have been sent: servers
-    fill in what a model's files recommend, or what they are used to (llama.cpp: min-p 0.05)."""
+def is_plain_sampling(added: TokensAdded) -> bool:
+    """Whether the model's unchanged distribution was sampled.
+
+    All parameters must have been sent: servers fill in those that a model's files recommend, or
+    their own defaults (llama.cpp: min-p 0.05).
+    """
     return (
         added.temperature == 1.0
         and added.top_p == 1.0
@@ -98,8 +106,8 @@ def plainly_sampled(added: TokensAdded) -> bool:
     )
 
 
-def common(values: Iterable[float | None]) -> float | None:
-    """The one value that all have; None when they differ."""
+def common_value(values: Iterable[float | None]) -> float | None:
+    """Return the value that all have; None if they differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 
@@ -107,21 +115,15 @@ def common(values: Iterable[float | None]) -> float | None:
 _COPIED = (
     "trajectory_id", "unit_id", "run_id", "task_id", "group_id", "member", "env_name",
 )  # fmt: skip
-"""Columns that a segment has from its rollout."""
+"""Columns that a segment copies from its rollout."""
 _CUT = "length"
-"""Finish reason of an answer that was cut at its output limit."""
+"""Finish reason of an answer that an output limit cut."""
 _WORST = ("retokenized", "bridged", "engine")
-
-
-def rows_of(branches: Branches, happened: Happened, row: Trajectory) -> list[Segment]:
-    """One row per branch, in order."""
-    maker = _Maker(branches, happened, row)
-    return [maker.row(branch) for branch in branches.branches]
 
 
 @dataclass
 class _Columns:
-    """What a row holds per token, and per call."""
+    """The columns of a row with one entry per token or per call."""
 
     ids: list[int] = field(default_factory=list)
     loss: list[bool] = field(default_factory=list)
@@ -130,14 +132,13 @@ class _Columns:
     turns: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    """Nodes with sampled tokens here."""
+    """Nodes with sampled tokens in this row."""
     starts: list[int] = field(default_factory=list)
-    """Where these begin."""
-    unsound: bool = False
-    """A logprob is none."""
+    """The first sampled position of each of these nodes."""
+    invalid_logprobs: bool = False
 
     def extend(self, ids: list[int], turn: int, version: int, *, sampled: bool, loss: bool) -> None:
-        """Add a stretch, but for its logprobs."""
+        """Add tokens, but not their logprobs."""
         number = len(ids)
         self.ids += ids
         self.loss += [loss] * number
@@ -146,81 +147,64 @@ class _Columns:
         self.versions += [version] * number
 
 
-@dataclass
-class _Maker:
-    branches: Branches
-    happened: Happened
-    row_: Trajectory
-
-    def row(self, branch: Branch) -> Segment:
-        columns = self._columns(branch)
-        path = [self._call(n) for n in columns.calls]
-        sampled = [self._call(n) for n in branch.nodes]
-        excluded = exclusion(self.row_.status == "ok", [call for call, _ in sampled], path)
-        if excluded is None and columns.unsound:
-            excluded = "bad_logprobs"
-        return Segment(
-            **self._whose(branch),
-            **_tokens(columns),
-            **_sampling([added for _, added in sampled]),
-            **_origin(sampled, path),
-            finish_reasons=[call.finish_reason or "" for call, _ in path],
-            truncated=self._truncated(branch),
-            reward=self.row_.reward,
-            trainable=excluded is None,
-            exclude_reason=excluded,
-            call_ids=[call.call_id for call, _ in path],
-            call_starts=columns.starts,
-        )
-
-    def _call(self, node: int) -> tuple[CallFacts, TokensAdded]:
-        added = self.branches.graph.nodes[node].added
-        return self.happened.calls[added.call_id], added
-
-    def _whose(self, branch: Branch) -> dict[str, Any]:
-        return {
-            **{name: getattr(self.row_, name) for name in _COPIED},
-            "agent_name": branch.agent,
-            "branch_index": branch.number,
-            "n_branches": len(self.branches.branches),
-            "branch_kind": branch.kind,
-            "parent_branch": branch.parent,
-            "fork_reason": branch.reason,
-        }
-
-    def _columns(self, branch: Branch) -> _Columns:
-        sampled, turn, columns = set(branch.nodes), 0, _Columns()
-        for stretch in self.branches.graph.stretches(branch.nodes[-1]):
-            call, added = self._call(stretch.node)
-            ids = _ids(stretch.data)
-            if not stretch.sampled:
-                columns.extend(ids, turn, -1, sampled=False, loss=False)
-                columns.logprobs += [None] * len(ids)
-                continue
-            turn = call.turn
-            version = version_number(call.policy_version)
-            columns.calls.append(stretch.node)
-            columns.starts.append(len(columns.ids))
-            loss = stretch.node in sampled and call.aside != "aborted"
-            columns.extend(ids, turn, version, sampled=True, loss=loss)
-            _add_logprobs(columns, stretch, added)
-        return columns
-
-    def _truncated(self, branch: Branch) -> bool:
-        last = self._call(branch.nodes[-1])[0]
-        calls = self.happened.calls.values()
-        final = max((c for c in calls if c.aside is None), key=lambda c: c.ended, default=None)
-        return last.finish_reason == _CUT or (self.row_.truncated and last is final)
+def build_segments(branches: Branches, row: Trajectory) -> list[Segment]:
+    """Build one row per branch, in order."""
+    calls = branches.captured.calls.values()
+    last = max((c for c in calls if c.detached is None), key=lambda c: c.ended, default=None)
+    return [_segment(branches, branch, row, last) for branch in branches.branches]
 
 
-def _add_logprobs(columns: _Columns, stretch: Stretch, added: TokensAdded) -> None:
-    number = len(stretch.data) // 4
-    if added.logprobs is None:
-        columns.logprobs += [None] * number
-        return
-    values = sound(unpack_logprobs(added.logprobs[: 4 * number]))
-    columns.unsound = columns.unsound or None in values
-    columns.logprobs += values
+def _segment(
+    branches: Branches, branch: Branch, row: Trajectory, last: CapturedCall | None
+) -> Segment:
+    """Build the row of a branch. Args: last: the last call of the rollout's conversation."""
+    columns = _columns(branches, branch)
+    path = [branches.call(n) for n in columns.calls]
+    sampled = [branches.call(n) for n in branch.nodes]
+    excluded = exclusion_reason(row.status == "ok", [call for call, _ in sampled], path)
+    if excluded is None and columns.invalid_logprobs:
+        excluded = "bad_logprobs"
+    end = sampled[-1][0]
+    return Segment(
+        **{name: getattr(row, name) for name in _COPIED},
+        agent_name=branch.agent,
+        branch_index=branch.number,
+        n_branches=len(branches.branches),
+        branch_kind=branch.kind,
+        parent_branch=branch.parent,
+        fork_reason=branch.reason,
+        **_tokens(columns),
+        **_sampling([added for _, added in sampled]),
+        **_origin(sampled, path),
+        finish_reasons=[call.finish_reason or "" for call, _ in path],
+        truncated=end.finish_reason == _CUT or (row.truncated and end is last),
+        reward=row.reward,
+        trainable=excluded is None,
+        exclude_reason=excluded,
+        call_ids=[call.call_id for call, _ in path],
+        call_starts=columns.starts,
+    )
+
+
+def _columns(branches: Branches, branch: Branch) -> _Columns:
+    trained, turn, columns = set(branch.nodes), 0, _Columns()
+    for stretch in branches.graph.stretches(branch.nodes[-1]):
+        call, added = branches.call(stretch.node)
+        ids = _ids(stretch.data)
+        if not stretch.sampled:
+            columns.extend(ids, turn, -1, sampled=False, loss=False)
+            columns.logprobs += [None] * len(ids)
+            continue
+        turn = call.turn
+        columns.calls.append(stretch.node)
+        columns.starts.append(len(columns.ids))
+        loss = stretch.node in trained and call.detached != "aborted"
+        version = version_number(call.policy_version)
+        columns.extend(ids, turn, version, sampled=True, loss=loss)
+        logprobs = stored_logprobs(added)[: len(ids)]
+        columns.invalid_logprobs |= added.logprobs is not None and None in logprobs
+        columns.logprobs += logprobs
+    return columns
 
 
 def _tokens(columns: _Columns) -> dict[str, Any]:
@@ -238,17 +222,17 @@ def _tokens(columns: _Columns) -> dict[str, Any]:
 
 
 def _sampling(sampled: list[TokensAdded]) -> dict[str, Any]:
-    top_k = common(added.top_k for added in sampled)
+    top_k = common_value(added.top_k for added in sampled)
     return {
-        "temperature": common(added.temperature for added in sampled),
-        "top_p": common(added.top_p for added in sampled),
+        "temperature": common_value(added.temperature for added in sampled),
+        "top_p": common_value(added.top_p for added in sampled),
         "top_k": None if top_k is None else int(top_k),
-        "min_p": common(added.min_p for added in sampled),
+        "min_p": common_value(added.min_p for added in sampled),
     }
 
 
 def _origin(
-    sampled: list[tuple[CallFacts, TokensAdded]], path: list[tuple[CallFacts, TokensAdded]]
+    sampled: list[tuple[CapturedCall, TokensAdded]], path: list[tuple[CapturedCall, TokensAdded]]
 ) -> dict[str, Any]:
     kinds = {added.logprobs_kind for _, added in path}
     sources = {added.source for _, added in path}

@@ -1,8 +1,8 @@
-"""The rules of table `segments`, and the check of rows against the tokens that were recorded.
+"""The rules of table `segments`, and the check of rows against the recorded tokens.
 
-Over rows as they are stored, `row_faults` checks one row, `rollout_faults` all rows of a rollout
-and `usage_faults` rows beside the calls of their trajectory. All yield one line per fault, and
-nothing when all is well. `prove` checks rows before they are written.
+For stored rows, `row_faults` checks one row, `rollout_faults` the rows of a rollout, and
+`usage_faults` rows and the calls of their trajectory. Each yields one line per fault.
+`verify_segments` checks rows before they are written.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from hermes_rl.events import ForkReason, TokensAdded, pack_ids, unpack_logprobs
+from hermes_rl.events import ForkReason, TokensAdded, pack_ids
 from hermes_rl.models.tokens import TokenGraph, TokensFault
 from hermes_rl.record import Segment
-from hermes_rl.segments.branches import CallFacts, version_number
-from hermes_rl.segments.rows import Exclusion, plainly_sampled, sound
+from hermes_rl.segments.branches import CapturedCall, version_number
+from hermes_rl.segments.rows import Exclusion, is_plain_sampling, stored_logprobs
 
 Row = Mapping[str, Any]
 
@@ -29,37 +29,37 @@ _PER_TOKEN = ("loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids"
 _MAX_ID = 1 << 31
 
 
-class Run(NamedTuple):
-    """The sampled tokens of one call in a row: positions [start, end)."""
+class AnswerSpan(NamedTuple):
+    """The answer of one call in a row: sampled tokens at positions [start, end)."""
 
     start: int
     end: int
     trained: bool
-    own: bool
-    """The answer belongs to this row: it is trained here, or aborted and so trained nowhere."""
+    owned: bool
+    """The row trains the answer, or it is aborted and is not trained anywhere."""
 
 
-def runs_of(row: Row) -> list[Run]:
-    """The answers in a sound row, one per call, in the order of `call_ids`."""
+def answer_spans(row: Row) -> list[AnswerSpan]:
+    """Return the answers in a valid row, one per call, in the order of `call_ids`."""
     marks, loss, starts = bytes(row["sampled_mask"]), row["loss_mask"], row["call_starts"]
     aborted = row["exclude_reason"] == "aborted"
-    found: list[Run] = []
+    found: list[AnswerSpan] = []
     for start, after in zip(starts, [*starts[1:], len(marks)], strict=True):
         end = marks.find(0, start, after)
-        own = loss[start] or (aborted and start == starts[-1])
-        found.append(Run(start, after if end < 0 else end, loss[start], own))
+        owned = loss[start] or (aborted and start == starts[-1])
+        found.append(AnswerSpan(start, after if end < 0 else end, loss[start], owned))
     return found
 
 
 def row_faults(row: Row) -> Iterator[str]:
-    """What is wrong with one row, whatever stands beside it."""
+    """Check one row by itself."""
     number = len(row["input_ids"])
     wrong = [name for name in _PER_TOKEN if len(row[name]) != number]
     if wrong or not number:
         yield f"{', '.join(wrong) or 'input_ids'}: not as long as the {number} ids"
         return
     if min(row["input_ids"]) < 0 or max(row["input_ids"]) >= _MAX_ID:
-        yield "an id is no id"
+        yield "a token id is negative or has more than 31 bits"
     yield from _mask_faults(row)
     yield from _logprob_faults(row)
     yield from _call_faults(row)
@@ -71,12 +71,12 @@ def row_faults(row: Row) -> Iterator[str]:
 def _mask_faults(row: Row) -> Iterator[str]:
     sampled, loss = row["sampled_mask"], row["loss_mask"]
     if any(map(operator.gt, loss, sampled)):
-        yield "a token that was not sampled is to be trained"
+        yield "a token is trained that was not sampled"
     if row["n_sampled"] != sum(sampled):
         yield f"n_sampled is {row['n_sampled']}, sampled_mask has {sum(sampled)}"
     first = sampled.index(True) if True in sampled else len(sampled)
     if row["prompt_len"] != first:
-        yield f"prompt_len is {row['prompt_len']}, the first sampled token stands at {first}"
+        yield f"prompt_len is {row['prompt_len']}, the first sampled token is at {first}"
     if set(_others(row["version_ids"], sampled)) - {-1}:
         yield "a token that was not sampled has a policy version"
 
@@ -93,23 +93,23 @@ def _logprob_faults(row: Row) -> Iterator[str]:
 
 
 def _others(values: Sequence[Any], sampled: Sequence[bool]) -> Iterator[Any]:
-    """The values of tokens that were not sampled."""
+    """Yield the values of tokens that were not sampled."""
     return compress(values, map(operator.not_, sampled))
 
 
 def _call_faults(row: Row) -> Iterator[str]:
     calls, starts, number = row["call_ids"], row["call_starts"], len(row["input_ids"])
     if not len(calls) == len(starts) == len(row["finish_reasons"]) == len(set(calls)):
-        yield "call_ids, call_starts and finish_reasons do not fit each other"
+        yield "call_ids, call_starts and finish_reasons differ in length, or a call is there twice"
         return
     if starts != sorted(set(starts)) or not all(0 <= start < number for start in starts):
-        yield f"call_starts {starts}: no places in order"
+        yield f"call_starts {starts}: not increasing positions"
         return
-    runs = runs_of(row)
+    runs = answer_spans(row)
     if sum(run.end - run.start for run in runs) != sum(row["sampled_mask"]):
         yield "sampled tokens belong to no call"
     if any(len(set(row["loss_mask"][run.start : run.end])) != 1 for run in runs):
-        yield "an answer is trained in part"
+        yield "an answer is only partly trained"
 
 
 def _label_faults(row: Row) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _label_faults(row: Row) -> Iterator[str]:
 
 def _trainable_faults(row: Row) -> Iterator[str]:
     if not any(row["loss_mask"]):
-        yield "trainable, but nothing is to be trained"
+        yield "trainable, but no token is trained"
     if row["token_source"] not in ("engine", "bridged"):
         yield f"trainable, but its ids are {row['token_source']}"
     if row["logprobs_kind"] not in ("sampling", "raw"):
@@ -135,57 +135,57 @@ def _trainable_faults(row: Row) -> Iterator[str]:
 
 
 def _plain(row: Row) -> bool:
-    """As far as a row tells; penalties and grammars are checked in the calls (`prove`)."""
+    """Whether sampling was plain. Penalties and grammars are in no column (`_policy_faults`)."""
     plain = row["temperature"] == 1.0 and row["top_p"] == 1.0 and row["top_k"] in (-1, 0)
     return plain and row["min_p"] == 0
 
 
 def rollout_faults(rows: Sequence[Row]) -> Iterator[str]:
-    """What is wrong with the rows of one rollout beside each other; each of them is sound."""
+    """Check the rows of one rollout together; each of them is valid by itself."""
     by_number = {row["branch_index"]: row for row in rows}
     if sorted(by_number) != list(range(len(rows))):
         yield f"branches {[row['branch_index'] for row in rows]} of one rollout"
         return
     if any(row["n_branches"] != len(rows) for row in rows):
-        yield f"n_branches is not {len(rows)} in each of them"
-    own = Counter(call for row in rows for call, run in _calls(row) if run.own)
+        yield f"n_branches is not {len(rows)} in every row"
+    owned = Counter(call for row in rows for call, run in _calls(row) if run.owned)
     seen = {call for row in rows for call in row["call_ids"]}
-    yield from (f"call {c} is trained {n} times" for c, n in own.items() if n > 1)
-    yield from (f"call {c} is trained in no branch" for c in sorted(seen - set(own)))
+    yield from (f"call {c} is trained {n} times" for c, n in owned.items() if n > 1)
+    yield from (f"call {c} is trained in no branch" for c in sorted(seen - set(owned)))
     for row in rows:
         yield from _sharing_faults(row, by_number)
 
 
-def _calls(row: Row) -> Iterator[tuple[str, Run]]:
-    return zip(row["call_ids"], runs_of(row), strict=True)
+def _calls(row: Row) -> Iterator[tuple[str, AnswerSpan]]:
+    return zip(row["call_ids"], answer_spans(row), strict=True)
 
 
 def _sharing_faults(row: Row, by_number: Mapping[int, Row]) -> Iterator[str]:
-    """A branch shares its beginning with its parent: all that it does not train itself."""
+    """Check that a branch shares with its parent all sampled tokens that it does not train."""
     number, parent = row["branch_index"], row["parent_branch"]
-    shared = max((run.end for run in runs_of(row) if not run.own), default=0)
+    shared = max((run.end for run in answer_spans(row) if not run.owned), default=0)
     if parent is None:
         if shared:
             yield f"branch {number} has sampled tokens of another, but no parent"
         return
     if parent not in by_number or parent == number:
-        yield f"branch {number}: its parent {parent} is no other branch"
+        yield f"branch {number}: its parent {parent} is not another branch"
     elif row["input_ids"][:shared] != by_number[parent]["input_ids"][:shared]:
         yield f"branch {number} has sampled tokens that its parent {parent} has not"
 
 
 def usage_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
-    """Whether a rollout's tokens are those that its calls were billed for.
+    """Check the tokens of a rollout against the token counts of its calls.
 
     Args:
         calls: column `calls` of the trajectory.
     """
-    billed = {call["call_id"]: call for call in calls}
+    by_id = {call["call_id"]: call for call in calls}
     for row in rows:
         for call_id, run in _calls(row):
-            if not run.own:
+            if not run.owned:
                 continue
-            call = billed.get(call_id)
+            call = by_id.get(call_id)
             if call is None:
                 yield f"call {call_id} has tokens, but is not in column calls"
                 continue
@@ -194,28 +194,30 @@ def usage_faults(rows: Sequence[Row], calls: Sequence[Row]) -> Iterator[str]:
             yield from _count_faults(call, run)
 
 
-def _count_faults(call: Row, run: Run) -> Iterator[str]:
-    read, made = call["input_tokens"], call["output_tokens"]
-    if made is not None and made != run.end - run.start:
+def _count_faults(call: Row, run: AnswerSpan) -> Iterator[str]:
+    prompt, output, sampled = call["input_tokens"], call["output_tokens"], run.end - run.start
+    if output is not None and output != sampled:
         yield (
-            f"turn {call['turn']}: {run.end - run.start} sampled ids, but the server counted {made}"
+            f"turn {call['turn']}: {sampled} sampled ids, but the server counted {output}"
             f" (finish reason {call['finish_reason']})"
         )
-    if read is not None and read != run.start:
-        yield f"turn {call['turn']}: a prompt of {run.start} ids, but the server counted {read}"
+    if prompt is not None and prompt != run.start:
+        yield f"turn {call['turn']}: a prompt of {run.start} ids, but the server counted {prompt}"
 
 
-Calls = Mapping[str, CallFacts]
+Calls = Mapping[str, CapturedCall]
 
 
-def prove(segments: Sequence[Segment], graph: TokenGraph, calls: Calls, *, ok: bool) -> None:
-    """Check every rule, and that each call's answer is trained once and as it was sampled.
+def verify_segments(
+    segments: Sequence[Segment], graph: TokenGraph, calls: Calls, *, ok: bool
+) -> None:
+    """Check every rule, and that each answer is trained once, with its sampled tokens.
 
-    The rows were put together piece by piece; here each call's whole path is looked for in the row
-    that trains it, so that a slip in one way is seen by the other.
+    Rows are built piece by piece; this compares the whole path of each call with the row that
+    trains it, independently of how the row was built.
 
     Args:
-        calls: what happened to each call of the graph.
+        calls: the calls of the graph.
         ok: the rollout has a row in `trajectories`.
 
     Raises: TokensFault that names the first fault.
@@ -236,8 +238,10 @@ def _faults(segments: Sequence[Segment], graph: TokenGraph, calls: Calls) -> Ite
     found: set[str] = set()
     for segment, row in zip(segments, rows, strict=True):
         packed = pack_ids(segment.input_ids)
-        for place, (call_id, run) in enumerate(zip(segment.call_ids, runs_of(row), strict=True)):
-            if run.own:
+        for place, (call_id, run) in enumerate(
+            zip(segment.call_ids, answer_spans(row), strict=True)
+        ):
+            if run.owned:
                 found.add(call_id)
                 yield from _answer_faults(segment, packed, run, call_id, graph)
             if (number := graph.index(call_id)) is not None:
@@ -248,25 +252,25 @@ def _faults(segments: Sequence[Segment], graph: TokenGraph, calls: Calls) -> Ite
 
 
 def _answer_faults(
-    segment: Segment, packed: bytes, run: Run, call_id: str, graph: TokenGraph
+    segment: Segment, packed: bytes, run: AnswerSpan, call_id: str, graph: TokenGraph
 ) -> Iterator[str]:
     number = graph.index(call_id)
     if number is None:
-        yield f"call {call_id}: nothing was recorded of it"
+        yield f"call {call_id}: not in the recorded tokens"
         return
     node = graph.nodes[number]
     if (run.start, run.end) != (node.prompt_end, node.end):
         yield f"call {call_id}: sampled at {node.prompt_end}, trained at {run.start}"
     elif packed[: 4 * run.end] != graph.path(number):
-        yield f"call {call_id}: its path is not the row's"
+        yield f"call {call_id}: its path differs from the row"
 
 
 def _fact_faults(
-    segment: Segment, place: int, run: Run, call: CallFacts, added: TokensAdded
+    segment: Segment, place: int, run: AnswerSpan, call: CapturedCall, added: TokensAdded
 ) -> Iterator[str]:
-    """Whether an answer's columns say what happened to its call, trained here or not."""
-    if segment.logprobs[run.start : run.end] != _logprobs(added)[: run.end - run.start]:
-        yield f"call {call.call_id}: its logprobs are not the row's"
+    """Check the columns of an answer against its call, trained here or not."""
+    if segment.logprobs[run.start : run.end] != stored_logprobs(added)[: run.end - run.start]:
+        yield f"call {call.call_id}: its logprobs differ from the row"
     if set(segment.turn_ids[run.start : run.end]) != {call.turn}:
         yield f"call {call.call_id} is of turn {call.turn}"
     if set(segment.version_ids[run.start : run.end]) != {version_number(call.policy_version)}:
@@ -276,30 +280,26 @@ def _fact_faults(
 
 
 def _policy_faults(segment: Segment, graph: TokenGraph, calls: Calls, ok: bool) -> Iterator[str]:
-    """What of a trainable row is not the policy's: the rows say less than the calls do (a penalty
-    and a grammar stand in no column)."""
+    """Check that all trained tokens of a trainable row are the policy's.
+
+    The calls have more than the row: no column has penalties and grammars.
+    """
     if not ok:
         yield "the attempt failed"
     makers = set()
     for call_id, run in zip(
-        segment.call_ids, runs_of(msgspec.structs.asdict(segment)), strict=True
+        segment.call_ids, answer_spans(msgspec.structs.asdict(segment)), strict=True
     ):
         call, added = calls[call_id], graph.nodes[graph.index(call_id) or 0].added
         makers.add((call.model, added.tokenizer_hash))
-        if run.trained and call.aside is not None:
-            yield f"call {call_id} is no part of the conversation ({call.aside})"
+        if run.trained and call.detached is not None:
+            yield f"call {call_id} is not in the conversation ({call.detached})"
         if added.source == "retokenized":
-            yield f"the ids of call {call_id} are of a text that was tokenised again"
+            yield f"the ids of call {call_id} were retokenized from text"
         if added.logprobs_kind != segment.logprobs_kind:
             yield f"the logprobs of call {call_id} are {added.logprobs_kind}"
-        if added.logprobs_kind == "raw" and not plainly_sampled(added):
+        if added.logprobs_kind == "raw" and not is_plain_sampling(added):
             shaped = ", ".join(added.shaped_by) or "temperature, top_p, top_k or min_p"
-            yield f"the logprobs of call {call_id} are raw, and {shaped} shaped what was sampled"
+            yield f"the logprobs of call {call_id} are raw, and {shaped} changed the distribution"
     if len(makers) > 1:
-        yield "its ids are of several models or tokenizers"
-
-
-def _logprobs(added: TokensAdded) -> list[float | None]:
-    if added.logprobs is None:
-        return [None] * (len(added.sampled) // 4)
-    return sound(unpack_logprobs(added.logprobs))
+        yield "its calls are of several models or tokenizers"

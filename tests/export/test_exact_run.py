@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from run_kit import engine_in, run_on, served
+from engine_runs import engine_in, run_on, served
 
 from hermes_rl.export import ExportOptions, export_run
-from hermes_rl.segments import runs_of
+from hermes_rl.segments import answer_spans
 from hermes_rl.store import load_run
 from hermes_rl.testing import Truth
 
@@ -55,7 +55,7 @@ async def test_every_token_format_trains_on_the_sampled_tokens(
     run, truth = engine_run
     sampled = Counter(entry.sampled_ids for entry in truth)
     rows = load_run(run).arrow("segments").to_pylist()  # in the order in which they ended
-    assert [len(runs_of(row)) for row in rows if row["task_id"] == "t0"] == [2]
+    assert [len(answer_spans(row)) for row in rows if row["task_id"] == "t0"] == [2]
     for name in ("trl-tokens", "axolotl-tokens"):
         rows = parquet(run, name)
         assert trained((r["input_ids"], [i != -100 for i in r["labels"]]) for r in rows) == sampled

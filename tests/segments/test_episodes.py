@@ -1,5 +1,5 @@
-"""Ids in segments are the ids that were sampled, whatever an agent does with its history; and the
-checks see each bug that would make them others."""
+"""Segments contain the sampled ids, whatever an agent does with its history, and the checks detect
+bugs that change them."""
 
 import asyncio
 from collections import Counter
@@ -8,19 +8,19 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from episode_kit import Episode, log_faults, play, rule_faults
-from sampler_kit import BOS, SPECIAL, Engine, decode, encode
+from episodes import Episode, log_faults, rule_faults, run_episodes
+from sampler import BOS, SPECIAL, Engine, decode, encode
 
 from hermes_rl import events as ev
 from hermes_rl.messages import ToolMessage
 from hermes_rl.models import TokenCapture
 
 
-async def test_a_thousand_drift_prone_episodes_hold_what_was_sampled():
-    episodes = await play(range(1000))
+async def test_segments_of_a_thousand_episodes_contain_the_sampled_ids():
+    episodes = await run_episodes(range(1000))
     for number, episode in enumerate(episodes):
-        assert not episode.against_the_log(), number
-        assert not episode.by_the_rules(), number
+        assert not episode.compare_with_log(), number
+        assert not episode.check_rules(), number
     answers = [e for episode in episodes for e in episode.engine.log if e.delivered and e.policy]
     assert len(answers) > 5000
     segments = [segment for episode in episodes for segment in episode.segments]
@@ -43,7 +43,7 @@ async def test_a_thousand_drift_prone_episodes_hold_what_was_sampled():
 
 
 def drift_of(episodes: list[Episode]) -> dict[str, int]:
-    """How often there was what makes ids drift."""
+    """Count what makes ids drift."""
     events = [event for episode in episodes for event in episode.log.events]
     calls = [call for episode in episodes for call in episode.row.calls]
     outputs = [
@@ -54,7 +54,7 @@ def drift_of(episodes: list[Episode]) -> dict[str, int]:
     log = [entry for episode in episodes for entry in episode.engine.log if entry.delivered]
     reasons = Counter(s.fork_reason for episode in episodes for s in episode.segments)
     return {
-        "splits as no tokenizer makes them": sum(
+        "splits that the tokenizer does not make": sum(
             encode(decode(entry.sampled), special=True) != list(entry.sampled) for entry in log
         ),
         "stripped reasoning": reasons["dropped_reasoning"],
@@ -63,53 +63,53 @@ def drift_of(episodes: list[Episode]) -> dict[str, int]:
         "sub-agents": sum(episode.agents for episode in episodes),
         "requests sent again, refused": sum(call.outcome == "refused" for call in calls),
         "requests sent again, answer lost": sum(call.outcome == "cut" for call in calls),
-        "answers asked for again": sum(isinstance(e, ev.AnswerDiscarded) for e in events),
+        "answers requested again": sum(isinstance(e, ev.AnswerDiscarded) for e in events),
         "length cuts": sum(call.finish_reason == "length" for call in calls),
     }
 
 
 async def test_a_bridged_history_never_drifts():
-    episodes = await play(range(60), bridged=True, edits=0.0)
+    episodes = await run_episodes(range(60), bridged=True, edits=0.0)
     assert sum(e.row.metrics["followed_calls"] for e in episodes) > 100
     assert sum(e.row.metrics["forked_calls"] for e in episodes) == 0
     sources = {s.token_source for e in episodes for s in e.segments}
     assert sources == {"bridged"}
 
 
-class Retokenises(Engine):
-    async def tell(self, tokens, entry):
+class Retokenizes(Engine):
+    async def capture(self, tokens, entry):
         ids = tuple(encode(decode(entry.sampled), special=True))
         values = (*entry.logprobs, *[-1.0] * len(ids))[: len(ids)]
         return replace(tokens, completion_ids=ids, logprobs=values)
 
 
-class DropsTheEnd(Engine):
-    async def tell(self, tokens, entry):
+class DropsEndToken(Engine):
+    async def capture(self, tokens, entry):
         return replace(tokens, completion_ids=entry.sampled[:-1], logprobs=entry.logprobs[:-1])
 
 
-class DoublesTheBeginning(Engine):
-    async def tell(self, tokens, entry):
+class DuplicatesFirstToken(Engine):
+    async def capture(self, tokens, entry):
         return replace(tokens, prompt_ids=(BOS, *entry.prompt))
 
 
 class ShiftsLogprobs(Engine):
-    async def tell(self, tokens, entry):
+    async def capture(self, tokens, entry):
         return replace(tokens, logprobs=(*entry.logprobs[1:], entry.logprobs[0]))
 
 
 class StripsControlTokens(Engine):
-    async def tell(self, tokens, entry):
+    async def capture(self, tokens, entry):
         pairs = zip(entry.sampled, entry.logprobs, strict=True)
         kept = [(i, p) for i, p in pairs if i not in SPECIAL.values()]
         ids, logprobs = zip(*kept, strict=True) if kept else ((), ())
         return replace(tokens, completion_ids=ids, logprobs=logprobs)
 
 
-class CountsALostAnswer(Engine):
-    """The answer of a request that was sent again joins that of the next."""
+class CountsLostAnswer(Engine):
+    """The lost answer of a retried request is added to the next one."""
 
-    async def tell(self, tokens, entry):
+    async def capture(self, tokens, entry):
         before = self.log[-2] if len(self.log) > 1 else entry
         if before.delivered:
             return tokens
@@ -120,52 +120,52 @@ class CountsALostAnswer(Engine):
         )
 
 
-class SwapsNeighbours(Engine):
-    """Two answers that come at the same time change places."""
+class SwapsAnswers(Engine):
+    """Two concurrent answers are swapped."""
 
-    at_the_door: ClassVar[list[tuple[TokenCapture, asyncio.Future[TokenCapture]]]] = []
+    waiting: ClassVar[list[tuple[TokenCapture, asyncio.Future[TokenCapture]]]] = []
 
-    async def tell(self, tokens, entry):
-        if self.at_the_door:
-            other, told = self.at_the_door.pop()
-            told.set_result(tokens)
+    async def capture(self, tokens, entry):
+        if self.waiting:
+            other, future = self.waiting.pop()
+            future.set_result(tokens)
             return other
-        told = asyncio.get_running_loop().create_future()
-        self.at_the_door.append((tokens, told))
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((tokens, future))
         for _ in range(30):
             await asyncio.sleep(0)
-        if not told.done():
-            self.at_the_door.clear()
+        if not future.done():
+            self.waiting.clear()
             return tokens
-        return told.result()
+        return future.result()
 
 
 BUGS = [
-    Retokenises,
-    DropsTheEnd,
-    DoublesTheBeginning,
+    Retokenizes,
+    DropsEndToken,
+    DuplicatesFirstToken,
     StripsControlTokens,
-    CountsALostAnswer,
-    SwapsNeighbours,
+    CountsLostAnswer,
+    SwapsAnswers,
 ]
 
 
 @pytest.mark.parametrize("bug", BUGS)
-async def test_a_planted_bug_turns_the_checks_red(bug):
-    episodes = await play(range(40), bug)
-    by_log = sum(bool(episode.against_the_log()) for episode in episodes)
-    by_rule = sum(bool(episode.by_the_rules()) for episode in episodes)
-    assert by_log >= 4  # not every episode brings a bug out
-    assert by_rule >= by_log * 0.8  # the run's own check sees it too, without the sampler's log
+async def test_planted_bugs_are_detected(bug):
+    episodes = await run_episodes(range(40), bug)
+    by_log = sum(bool(episode.compare_with_log()) for episode in episodes)
+    by_rule = sum(bool(episode.check_rules()) for episode in episodes)
+    assert by_log >= 4  # a bug has no effect in some episodes
+    assert by_rule >= by_log * 0.8  # `check RUN` detects it too, without the log
 
 
-async def test_shifted_logprobs_are_seen_against_the_log():
-    """Numbers that are all plausible: nothing but the engine itself can tell."""
-    for episode in await play(range(10), ShiftsLogprobs):
-        assert any("other logprobs" in fault for fault in episode.against_the_log())
+async def test_shifted_logprobs_are_detected_with_the_log():
+    """All values are plausible: only the log shows it."""
+    for episode in await run_episodes(range(10), ShiftsLogprobs):
+        assert any("other logprobs" in fault for fault in episode.compare_with_log())
 
 
-async def test_a_call_that_is_recorded_twice_costs_its_rollout_the_segments_not_the_row(caplog):
+async def test_a_rollout_with_a_call_recorded_twice_has_a_row_and_no_segments(caplog):
     for name in ("the same", "another"):
         episode = Episode(3)
         record = episode.log.record
@@ -173,8 +173,8 @@ async def test_a_call_that_is_recorded_twice_costs_its_rollout_the_segments_not_
         def twice(event, record=record, name=name):
             record(event)
             if type(event).__name__ == "TokensAdded":
-                own = event.call_id if name == "the same" else f"{event.call_id}-again"
-                record(msgspec.structs.replace(event, call_id=own))
+                call_id = event.call_id if name == "the same" else f"{event.call_id}-again"
+                record(msgspec.structs.replace(event, call_id=call_id))
 
         episode.log.record = twice
         await episode.run()
@@ -184,12 +184,12 @@ async def test_a_call_that_is_recorded_twice_costs_its_rollout_the_segments_not_
         assert "no segments for task" in caplog.text
         assert episode.row.error is not None
         assert episode.row.error.startswith("segments: TokensFault: ")
-        assert episode.by_the_rules() == ["rejected"]
+        assert episode.check_rules() == ["rejected"]
 
 
-async def test_a_shared_beginning_that_is_trained_twice_is_seen():
+async def test_a_shared_prefix_that_is_trained_twice_is_detected():
     found = 0
-    for episode in await play(range(40), bridged=False):
+    for episode in await run_episodes(range(40), bridged=False):
         trained = tuple(
             msgspec.structs.replace(s, loss_mask=s.sampled_mask) for s in episode.segments
         )

@@ -1,12 +1,11 @@
-"""What `check RUN --tokens` and `--masks` say: the verdicts, the warning and its bound, several
-templates, and templates that fail."""
+"""Output of `check RUN --tokens` and `--masks`: verdicts, the warning, several templates."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_kit import engine_in, rewritten, run_on
+from engine_runs import rewrite_table, run_scripts, start_engine
 
 from batch_runner import exact_lines
 from hermes_rl.cli import main
@@ -21,7 +20,7 @@ OTHERWISE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>model
 {% endif %}"""
-"""It opens a turn otherwise than it writes it later: no mask can be found by what comes behind."""
+"""The generation prompt differs from the turn that it renders later, so no mask can be found."""
 
 
 @pytest.fixture(scope="module")
@@ -30,23 +29,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def made(folder: Path) -> Path:
-    """A run by chat on an engine that samples as its tokenizer would write; made once."""
+async def finished_run(folder: Path) -> Path:
+    """A run by chat on an engine that samples canonical tokens; made once."""
     run = folder / "run"
     if not run.exists():
-        async with engine_in(folder, split="canonical") as engine:
-            await run_on(engine, folder, SCRIPTS, "chat")
+        async with start_engine(folder, split="canonical") as engine:
+            await run_scripts(engine, folder, SCRIPTS, "chat")
     return run
 
 
-def checked(*words: str, capsys: Any) -> tuple[int, str, str]:
-    code = main(["check", *words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+def checked(*arguments: str, capsys: Any) -> tuple[int, str, str]:
+    code = main(["check", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def template(folder: Path, into: Path, source: str | None) -> str:
-    """The same tokenizer, with another template where one is given."""
+    """Copy the tokenizer, with another template unless `source` is None."""
     into.mkdir()
     for path in (folder / "tokenizer").iterdir():
         (into / path.name).write_bytes(path.read_bytes())
@@ -55,8 +54,8 @@ def template(folder: Path, into: Path, source: str | None) -> str:
     return str(into)
 
 
-async def test_a_history_that_a_server_renders_as_it_was_sampled_is_identical(made, capsys):
-    code, out, err = checked(str(made), "--tokens", capsys=capsys)
+async def test_canonical_histories_are_identical(finished_run, capsys):
+    code, out, err = checked(str(finished_run), "--tokens", capsys=capsys)
     assert (code, err) == (0, "")
     *rows, total = out.splitlines()
     first, second = sorted(rows)
@@ -65,10 +64,10 @@ async def test_a_history_that_a_server_renders_as_it_was_sampled_is_identical(ma
     assert first.endswith("ids trained, identical")
     assert second.endswith("ids trained, identical")
     assert "0 of 2 histories forked (0.0%)" in total
-    code, out, _ = checked(str(made), "--tokens", "--json", capsys=capsys)
-    told = json.loads(out)["tokens"]
-    assert [row["verdict"] for row in told["rows"]] == ["identical", "identical"]
-    assert told["fork_rate"] == 0.0
+    code, out, _ = checked(str(finished_run), "--tokens", "--json", capsys=capsys)
+    tokens = json.loads(out)["tokens"]
+    assert [row["verdict"] for row in tokens["rows"]] == ["identical", "identical"]
+    assert tokens["fork_rate"] == 0.0
 
 
 def forked(followed: int, of: int) -> Any:
@@ -84,8 +83,10 @@ def forked(followed: int, of: int) -> Any:
 
 
 @pytest.mark.parametrize(("forks", "of"), [(1, 20), (5, 100), (1, 19), (51, 1000)])
-async def test_the_warning_begins_above_five_percent(made, forks, of, tmp_path, capsys):
-    run = rewritten(made, tmp_path / "run", "trajectories", forked(forks, of))
+async def test_more_than_five_percent_of_forks_cause_a_warning(
+    finished_run, forks, of, tmp_path, capsys
+):
+    run = rewrite_table(finished_run, tmp_path / "run", "trajectories", forked(forks, of))
     code, out, err = checked(str(run), "--tokens", capsys=capsys)
     assert code == 0
     assert f"{forks} of {of:,} histories forked" in out
@@ -97,10 +98,10 @@ async def test_the_warning_begins_above_five_percent(made, forks, of, tmp_path, 
     assert any("many histories drift" in line for line in lines) == (forks / of > 0.05)
 
 
-async def test_masks_of_several_templates_each_have_a_line(made, folder, tmp_path, capsys):
-    own, refuses = str(folder / "tokenizer"), template(folder, tmp_path / "refuses", REFUSES)
-    words = (str(made), "--masks", "--tokenizer", own, "--tokenizer", refuses)
-    code, out, err = checked(*words, capsys=capsys)
+async def test_masks_of_several_templates_each_have_a_line(finished_run, folder, tmp_path, capsys):
+    sampled, refuses = str(folder / "tokenizer"), template(folder, tmp_path / "refuses", REFUSES)
+    arguments = (str(finished_run), "--masks", "--tokenizer", sampled, "--tokenizer", refuses)
+    code, out, err = checked(*arguments, capsys=capsys)
     assert code == 2
     assert err == (
         f"error: {refuses}: 4 of 4 messages: the chat template refuses this conversation: "
@@ -109,45 +110,45 @@ async def test_masks_of_several_templates_each_have_a_line(made, folder, tmp_pat
     recorded, first, second = out.splitlines()
     assert recorded.startswith("recorded ids: 100.0% masked in")
     assert recorded.endswith("4 of 4 messages, 4 compared by text; no faults")
-    assert first.startswith(f"{own}: 100.0% masked in")
+    assert first.startswith(f"{sampled}: 100.0% masked in")
     assert first.endswith("no faults")
     assert second.startswith(f"{refuses}: no assistant tokens, 0 of 0 assistant tokens, 0 of 4")
     assert second.endswith("1 faults")
 
 
-async def test_a_template_whose_masks_are_empty_teaches_nothing(made, folder, tmp_path, capsys):
+async def test_a_template_with_empty_masks_is_an_error(finished_run, folder, tmp_path, capsys):
     bare = template(folder, tmp_path / "bare", OTHERWISE)
-    code, _, err = checked(str(made), "--masks", "--tokenizer", bare, capsys=capsys)
+    code, _, err = checked(str(finished_run), "--masks", "--tokenizer", bare, capsys=capsys)
     assert code == 2
     assert f"error: {bare}: no assistant token is masked in: training learns nothing" in err
 
 
-async def test_a_template_that_is_none_is_one_line(made, folder, tmp_path, capsys):
+async def test_an_invalid_or_absent_template_is_reported_in_one_line(
+    finished_run, folder, tmp_path, capsys
+):
     broken = template(folder, tmp_path / "broken", "{% for m in messages %}")
-    for words in (["--tokenizer", broken], ["--tokenizer", str(tmp_path / "absent")]):
-        code, out, err = checked(str(made), "--masks", *words, capsys=capsys)
+    for arguments in (["--tokenizer", broken], ["--tokenizer", str(tmp_path / "absent")]):
+        code, out, err = checked(str(finished_run), "--masks", *arguments, capsys=capsys)
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert len(err.splitlines()) == 1
 
 
-async def test_rows_of_two_models_are_read_with_the_tokenizer_of_each(
-    made, folder, tmp_path, capsys
-):
-    """A run whose rows were made with two tokenizers: one of them named is not enough."""
-    own = folder / "tokenizer"
+async def test_rows_of_two_models_need_both_tokenizers(finished_run, folder, tmp_path, capsys):
+    """Rows of another tokenizer than the named ones are an error."""
+    sampled = folder / "tokenizer"
     other = tmp_path / "other"
     template(folder, other, None)
-    text = (own / "tokenizer.json").read_text(encoding="utf-8")
-    (other / "tokenizer.json").write_text(text + "\n", encoding="utf-8")  # of another hash
-    hashes = {place: _hash(place) for place in (own, other)}
+    text = (sampled / "tokenizer.json").read_text(encoding="utf-8")
+    (other / "tokenizer.json").write_text(text + "\n", encoding="utf-8")  # another hash
+    hashes = {place: _hash(place) for place in (sampled, other)}
 
     def change(rows: list[Any]) -> None:
         for row in rows:
-            row["tokenizer_hash"] = hashes[own if row["task_id"] == "t0" else other]
+            row["tokenizer_hash"] = hashes[sampled if row["task_id"] == "t0" else other]
 
-    run = rewritten(made, tmp_path / "run", "segments", change)
-    both = ("--tokenizer", str(own), "--tokenizer", str(other))
+    run = rewrite_table(finished_run, tmp_path / "run", "segments", change)
+    both = ("--tokenizer", str(sampled), "--tokenizer", str(other))
     for look in ("--tokens", "--masks"):
         code, out, err = checked(str(run), look, *both, capsys=capsys)
         assert (code, err) == (0, ""), out

@@ -1,4 +1,4 @@
-"""The graph of a rollout's tokens: what is stored, what is shared, what is found again."""
+"""The graph of a rollout's tokens stores shared tokens once and returns every path."""
 
 import msgspec
 import pytest
@@ -21,7 +21,7 @@ def put(graph: TokenGraph, name: str, prompt, sampled, agent="main", **more) -> 
 
 
 @given(st.lists(st.tuples(few, few.filter(bool)), min_size=1, max_size=12))
-def test_every_path_is_found_again_and_shares_the_longest_beginning(calls):
+def test_every_path_is_returned_and_shares_the_longest_prefix(calls):
     graph, whole, events = TokenGraph(), [], []
     for number, (prompt, sampled) in enumerate(calls):
         event = put(graph, str(number), prompt, sampled)
@@ -42,7 +42,7 @@ def common(one, other):
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def test_a_long_conversation_is_journalled_once():
+def test_the_journal_contains_a_long_conversation_once():
     graph, path, size = TokenGraph(), list(range(1000)), 0
     for turn in range(200):
         sampled = [5_000 + turn] * 20
@@ -50,10 +50,10 @@ def test_a_long_conversation_is_journalled_once():
         size += len(msgspec.json.encode(event))
         path = [*path, *sampled, 7, 8, 9]
     assert len(path) == 5_600
-    assert size < 5_600 * 12 + 200 * 400  # bytes per token, and what a call has beside them
+    assert size < 5_600 * 12 + 200 * 400  # bytes per token, and per call
 
 
-def test_of_equal_answers_the_latest_of_the_same_agent_is_gone_on_from():
+def test_of_equal_answers_the_latest_of_the_same_agent_is_the_parent():
     graph = TokenGraph()
     put(graph, "one", [1, 2], [3])
     put(graph, "two", [1, 2], [3], agent="helper")
@@ -71,12 +71,12 @@ def test_of_equal_answers_the_latest_of_the_same_agent_is_gone_on_from():
         TokenCapture(prompt_ids=(1 << 40,), completion_ids=(1,)),
     ],
 )
-def test_what_has_no_place_is_not_recorded(tokens):
+def test_incomplete_captures_are_not_recorded(tokens):
     assert record_of(TokenGraph(), "call", "main", tokens, REQUEST) is None
 
 
 @pytest.mark.parametrize("logprobs", [(-0.5,), (-0.5, -0.5, -0.5), (-1e300, -1e300)])
-def test_logprobs_of_another_length_or_size_are_left_out(logprobs):
+def test_logprobs_of_a_wrong_length_or_size_are_left_out(logprobs):
     event = put(TokenGraph(), "call", [1], [2, 3], logprobs=logprobs)
     assert event.logprobs is None
 
@@ -91,7 +91,7 @@ def test_logprobs_of_another_length_or_size_are_left_out(logprobs):
         TokensAdded(call_id="first", sampled=pack_ids([1])),
     ],
 )
-def test_events_that_no_graph_made_are_refused(event: Event):
+def test_events_that_fit_no_graph_are_refused(event: Event):
     first = TokensAdded(call_id="first", glue=pack_ids([1]), sampled=pack_ids([2]))
     with pytest.raises(TokensFault):
         TokenGraph.of([first, event], {})
@@ -108,5 +108,5 @@ def test_events_that_no_graph_made_are_refused(event: Event):
         ({"guided_json": {"type": "object"}}, ("guided_json",)),
     ],
 )
-def test_what_shapes_a_distribution_is_told(extra, names):
+def test_parameters_that_change_the_distribution_are_named(extra, names):
     assert shaped_by(extra) == names

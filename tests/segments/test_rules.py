@@ -1,11 +1,11 @@
-"""Each rule of table `segments` (DESIGN 5.5), broken once: a row like that is never written."""
+"""Each rule of table `segments` (DESIGN 5.5), broken once: such a row is never written."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import pytest
-from test_segments import PLAIN, Story, check_segments
+from attempts import PLAIN, AttemptBuilder, verify_all
 
 from hermes_rl import events as ev
 from hermes_rl.models import Sampling
@@ -17,16 +17,22 @@ PER_TOKEN = ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "
 change = msgspec.structs.replace
 
 
-def refusal(rows: list[Segment], story: Story) -> str:
+def fault_of(rows: list[Segment], attempt: AttemptBuilder) -> str:
     with pytest.raises(TokensFault) as raised:
-        check_segments(rows, story.events)
+        verify_all(rows, attempt.events)
     return str(raised.value)
 
 
-def forked() -> tuple[Story, list[Segment]]:
-    """Two turns of which the second leaves the path inside of the first answer."""
-    story = Story().call("one", 1, [1, 2], [3, 4]).call("two", 2, [1, 2, 3, 9], [6])
-    return story, story.done()
+def one_call(**capture: Any) -> tuple[AttemptBuilder, Segment]:
+    attempt = AttemptBuilder().call("one", 1, [1, 2], [3, 4], **capture)
+    (row,) = attempt.finish()
+    return attempt, row
+
+
+def forked() -> tuple[AttemptBuilder, list[Segment]]:
+    """Two calls; the prompt of the second one differs from the first inside its answer."""
+    attempt = AttemptBuilder().call("one", 1, [1, 2], [3, 4]).call("two", 2, [1, 2, 3, 9], [6])
+    return attempt, attempt.finish()
 
 
 def joined(first: Segment, second: Segment) -> Segment:
@@ -51,7 +57,7 @@ def with_id(row: Segment, place: int) -> Segment:
 
 Rows = list[Segment]
 FORKS: list[tuple[Callable[[Segment, Segment], Rows], str]] = [
-    # Every sampled token is trained at most once over the branches of a rollout, and at least once.
+    # Every sampled token is trained in exactly one branch of a rollout.
     (lambda a, b: [a, change(b, loss_mask=b.sampled_mask)], "call one is trained 2 times"),
     (
         lambda a, b: [change(row, n_branches=3) for row in (a, b, change(b, branch_index=2))],
@@ -62,10 +68,10 @@ FORKS: list[tuple[Callable[[Segment, Segment], Rows], str]] = [
         "call one is trained in no branch",
     ),
     (lambda a, b: [change(a, n_branches=1)], "call two is in no branch"),
-    # What a branch does not train itself it shares with its parent.
+    # A branch shares with its parent the tokens that it does not train.
     (lambda a, b: [a, change(b, parent_branch=None)], "tokens of another, but no parent"),
     *(
-        (lambda a, b, n=n: [a, change(b, parent_branch=n)], f"branch 1: its parent {n} is no other")
+        (lambda a, b, n=n: [a, change(b, parent_branch=n)], f"branch 1: its parent {n} is not")
         for n in (1, 7, -1)
     ),
     (lambda a, b: [a, with_id(b, 0)], "branch 1 has sampled tokens that its parent 0 has not"),
@@ -76,37 +82,67 @@ FORKS: list[tuple[Callable[[Segment, Segment], Rows], str]] = [
 
 
 @pytest.mark.parametrize(("broken", "fault"), FORKS)
-def test_rows_of_a_fork_that_break_a_rule(broken: Any, fault: str) -> None:
-    story, (first, second) = forked()
+def test_rules_of_forked_rollouts(broken: Any, fault: str) -> None:
+    attempt, (first, second) = forked()
     assert second.loss_mask != second.sampled_mask  # it shares a sampled token
-    assert fault in refusal(broken(first, second), story)
+    assert fault in fault_of(broken(first, second), attempt)
+
+
+ROW_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"loss_mask": [True] * 6}, "trained that was not sampled"),
+    ({"loss_mask": [False] * 6}, "no token is trained"),
+    ({"sampled_mask": [False, False, True, True, True, True]}, "n_sampled"),
+    ({"logprobs": [None, None, -0.5, -0.5, None, None]}, "has no logprob"),
+    ({"logprobs": [None, -0.5, -0.5, -0.5, None, -0.5]}, "has a logprob"),
+    ({"logprobs": [None, None, -0.5, 0.5, None, -0.5]}, "above 0"),
+    ({"logprobs": [None, None, -0.5, -0.25, None, -0.5]}, "logprobs differ from the row"),
+    ({"input_ids": [1, 2, 3, 3, 5, 6]}, "path differs from the row"),
+    ({"input_ids": [1, 2, 3, 4, 5, -6]}, "a token id is negative"),
+    ({"call_starts": [2]}, "differ in length"),
+    ({"call_starts": [5, 2]}, "not increasing positions"),
+    ({"call_starts": [3, 5]}, "belong to no call"),
+    ({"call_starts": [2, 9]}, "not increasing positions"),
+    ({"loss_mask": [False, False, True, False, False, True]}, "only partly trained"),
+    ({"turn_ids": [0, 0, 1, 2, 1, 2]}, "call one is of turn 1"),
+    ({"version_ids": [0] * 6}, "has a policy version"),
+    ({"version_ids": [-1, -1, 7, 8, -1, -1]}, "call one is of policy version 7"),
+    ({"version_ids": [-1, -1, 7, -1, -1, -1]}, "call one is of policy version 7"),
+    ({"finish_reasons": ["length", "stop"]}, "ended with stop"),
+    ({"prompt_len": 3}, "prompt_len"),
+    ({"call_ids": ["one", "one"]}, "a call is there twice"),
+    ({"call_ids": ["two", "one"]}, "sampled at"),
+    ({"call_ids": ["one", "who"]}, "not in the recorded tokens"),
+    ({"trainable": False}, "exclude_reason None"),
+    ({"exclude_reason": "because"}, "unknown"),
+    ({"fork_reason": "because"}, "unknown"),
+    ({"branch_kind": "twig"}, "unknown"),
+    ({"token_source": "retokenized"}, "its ids are"),
+    ({"logprobs_kind": "unknown"}, "its logprobs are"),
+    ({"logprobs_kind": "raw", "top_p": None}, "not plain"),
+    ({"logprobs_kind": "raw", "min_p": None}, "not plain"),
+    ({"branch_index": 1}, "branches [1]"),
+    ({"n_branches": 2}, "n_branches"),
+    ({"parent_branch": 0}, "not another branch"),
+]
+
+
+@pytest.mark.parametrize(("columns", "fault"), ROW_FAULTS)
+def test_a_broken_rule_is_named(columns: dict[str, Any], fault: str) -> None:
+    attempt = AttemptBuilder().call("one", 1, [1, 2], [3, 4], version="7")
+    (row,) = attempt.call("two", 2, [1, 2, 3, 4, 5], [6]).finish()
+    assert fault in fault_of([change(row, **columns)], attempt)
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_all_lists_of_a_row_have_one_length(name: str) -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4])
-    (row,) = story.done()
-    held = getattr(row, name)
-    for other in ({name: [*held, held[-1]]}, {name: held[:-1]}, {name: [] for name in PER_TOKEN}):
-        assert "not as long" in refusal([change(row, **other)], story)
+    attempt, row = one_call()
+    values = getattr(row, name)
+    empty: dict[str, Any] = {key: [] for key in PER_TOKEN}
+    for other in ({name: [*values, values[-1]]}, {name: values[:-1]}, empty):
+        assert "not as long" in fault_of([change(row, **other)], attempt)
 
 
-@pytest.mark.parametrize(
-    ("columns", "fault"),
-    [
-        ({"turn_ids": [0, 0, 1, 2]}, "call one is of turn 1"),
-        ({"version_ids": [-1, -1, 7, 8]}, "call one is of policy version 7"),
-        ({"version_ids": [-1, -1, 7, -1]}, "call one is of policy version 7"),
-        ({"finish_reasons": ["length"]}, "ended with stop"),
-    ],
-)
-def test_an_answer_with_what_is_another_call_s(columns: dict[str, Any], fault: str) -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4], version="7")
-    (row,) = story.done()
-    assert fault in refusal([change(row, **columns)], story)
-
-
-# Trainable needs ids of the engine and logprobs of the sampling policy.
+# A trainable row needs ids of the engine and logprobs of the sampling policy.
 
 SHAPED: list[tuple[str, Mapping[str, Any], Mapping[str, Any], Sampling]] = [
     ("temperature", {}, {}, Sampling(0.7, 1.0, -1, 0.0)),
@@ -125,21 +161,26 @@ SHAPED: list[tuple[str, Mapping[str, Any], Mapping[str, Any], Sampling]] = [
 ]
 
 
-@pytest.mark.parametrize(("word", "capture", "extra", "sampling"), SHAPED)
-def test_raw_logprobs_of_what_something_shaped(word, capture, extra, sampling) -> None:
-    """A maker that overlooks it, and columns that say nothing of it or are mended to fit."""
-    story = Story(sampling=sampling, extra=dict(extra))
-    story.call("one", 1, [1, 2], [3, 4], logprobs_kind="raw", **capture)
-    (row,) = story.done()
+def make_trainable(row: Segment, **columns: Any) -> Segment:
+    return change(row, trainable=True, exclude_reason=None, **columns)
+
+
+@pytest.mark.parametrize(("parameter", "capture", "extra", "sampling"), SHAPED)
+def test_raw_logprobs_are_refused_if_a_parameter_changed_the_distribution(
+    parameter: str, capture: Any, extra: Any, sampling: Sampling
+) -> None:
+    """Also if the columns of the row do not show it."""
+    attempt = AttemptBuilder(sampling=sampling, extra=dict(extra))
+    attempt.call("one", 1, [1, 2], [3, 4], logprobs_kind="raw", **capture)
+    (row,) = attempt.finish()
     assert (row.trainable, row.exclude_reason) == (False, "raw_logprobs")
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    planted = change(row, trainable=True, exclude_reason=None, **plain)
-    fault = refusal([planted], story)
+    fault = fault_of([make_trainable(row, **plain)], attempt)
     assert "call one are raw" in fault
-    assert word in fault
+    assert parameter in fault
 
 
-NO_POLICY: list[tuple[dict[str, Any], str, str]] = [
+UNTRAINABLE: list[tuple[dict[str, Any], str, str]] = [
     ({"source": "retokenized"}, "token_source", "engine"),
     ({"logprobs_kind": "unknown"}, "logprobs_kind", "sampling"),
     ({"logprobs_kind": "constrained"}, "logprobs_kind", "sampling"),
@@ -148,85 +189,90 @@ NO_POLICY: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("capture", "column", "told"), NO_POLICY)
-def test_a_row_that_says_better_of_its_tokens_than_their_calls(capture, column, told) -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4], **capture)
-    (row,) = story.done()
-    planted = change(row, trainable=True, exclude_reason=None)
+@pytest.mark.parametrize(("capture", "column", "claimed"), UNTRAINABLE)
+def test_a_row_cannot_claim_more_than_its_calls(
+    capture: dict[str, Any], column: str, claimed: str
+) -> None:
+    attempt, row = one_call(**capture)
     if capture.get("logprobs_kind") != "raw":
-        assert "trainable, but its" in refusal([planted], story)
-    assert "call one" in refusal([change(planted, **{column: told})], story)
+        assert "trainable, but its" in fault_of([make_trainable(row)], attempt)
+    assert "call one" in fault_of([make_trainable(row, **{column: claimed})], attempt)
 
 
-def forced(row: Segment, **more: Any) -> Segment:
-    return change(row, trainable=True, exclude_reason=None, **more)
+def with_one_raw_call() -> AttemptBuilder:
+    attempt = AttemptBuilder().call("one", 1, [1], [2], logprobs_kind="raw", shaped_by=("grammar",))
+    return attempt.call("two", 2, [1, 2, 3], [4], logprobs_kind="raw")
 
 
-def test_one_call_of_the_path_is_enough() -> None:
-    story = Story().call("one", 1, [1], [2], logprobs_kind="raw", shaped_by=("grammar",))
-    story.call("two", 2, [1, 2, 3], [4], logprobs_kind="raw")
-    (row,) = story.done()
-    assert row.exclude_reason == "raw_logprobs"
-    assert "call one are raw, and grammar shaped" in refusal([forced(row)], story)
+def with_fallback_model() -> AttemptBuilder:
+    attempt = AttemptBuilder().call("one", 1, [1], [2])
+    return attempt.call("two", 2, [1, 2, 3], [4], model="fallback")
 
 
-def test_logprobs_that_are_absent() -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4], logprobs=None)
-    (row,) = story.done()
-    assert "has no logprob" in refusal([forced(row, logprobs_kind="sampling")], story)
+EXCLUDED: list[tuple[AttemptBuilder, str, str]] = [
+    (with_one_raw_call(), "raw_logprobs", "call one are raw, and grammar changed"),
+    (AttemptBuilder().call("a", 1, [1], [3], logprobs=None), "no_logprobs", "has no logprob"),
+    (
+        AttemptBuilder().call("bad", 1, [1], [2]).discard(1).call("good", 1, [1], [3]),
+        "discarded",
+        "call bad is not in the conversation (discarded)",
+    ),
+    (with_fallback_model(), "mixed_models", "several models"),
+]
 
 
-def test_answers_that_are_no_part_of_the_conversation() -> None:
-    story = Story().call("bad", 1, [1], [2]).discard(1).call("good", 1, [1], [3])
-    rows = [forced(r) if r.exclude_reason == "discarded" else r for r in story.done()]
-    assert "call bad is no part of the conversation (discarded)" in refusal(rows, story)
-
-
-def test_two_models_in_one_row() -> None:
-    story = Story().call("one", 1, [1], [2]).call("two", 2, [1, 2, 3], [4], model="fallback")
-    (row,) = story.done()
-    assert "several models" in refusal([forced(row)], story)
+@pytest.mark.parametrize(("attempt", "reason", "fault"), EXCLUDED, ids=lambda x: str(x)[:20])
+def test_an_excluded_row_cannot_be_made_trainable(
+    attempt: AttemptBuilder, reason: str, fault: str
+) -> None:
+    rows = attempt.finish()
+    assert reason in [row.exclude_reason for row in rows]
+    kind = {"logprobs_kind": "sampling"} if reason == "no_logprobs" else {}
+    changed = [make_trainable(r, **kind) if r.exclude_reason == reason else r for r in rows]
+    assert fault in fault_of(changed, attempt)
 
 
 @pytest.mark.parametrize("cause", ["sandbox_died", "verifier", None])
-def test_attempts_that_failed(cause: str | None) -> None:
-    """None: it was killed, and has no end."""
-    story = Story().call("one", 1, [1, 2], [3])
-    (row,) = story.done("error", cause) if cause else story.done()
-    story.events = [e for e in story.events if cause or not isinstance(e, ev.Ended)]
-    assert "trainable, but the attempt failed" in refusal([forced(row)], story)
+def test_rows_of_failed_attempts_are_not_trainable(cause: str | None) -> None:
+    """With None the attempt was killed and has no end."""
+    attempt = AttemptBuilder().call("one", 1, [1, 2], [3])
+    (row,) = attempt.finish("error", cause) if cause else attempt.finish()
+    attempt.events = [e for e in attempt.events if cause or not isinstance(e, ev.Ended)]
+    assert "trainable, but the attempt failed" in fault_of([make_trainable(row)], attempt)
 
 
-# The same rows as they stand in the files: `check RUN --tokens` has no events to hold them against.
+# `check RUN --tokens` has the stored rows only, and no events.
 
 
 def stored(rows: list[Segment]) -> list[dict[str, Any]]:
     return [msgspec.structs.asdict(row) for row in rows]
 
 
-def _books(number_in: int, number_out: int, **more: Any) -> dict[str, Any]:
+def call_column(input_tokens: int, output_tokens: int, **more: Any) -> dict[str, Any]:
     call = {"call_id": "one", "turn": 1, "agent": "main", "finish_reason": "stop"}
-    return {**call, "input_tokens": number_in, "output_tokens": number_out, **more}
+    return {**call, "input_tokens": input_tokens, "output_tokens": output_tokens, **more}
 
 
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        (_books(2, 2), None),
-        (_books(2, 3), "2 sampled ids, but the server counted 3"),
-        (_books(1, 2), "a prompt of 2 ids, but the server counted 1"),
-        (_books(2, 2, turn=4), "is of turn 4 of main"),
-        (_books(2, 2, agent="helper"), "is of turn 1 of helper"),
-        (_books(2, 2, call_id="another"), "is not in column calls"),
+        (call_column(2, 2), None),
+        (call_column(2, 3), "2 sampled ids, but the server counted 3"),
+        (call_column(1, 2), "a prompt of 2 ids, but the server counted 1"),
+        (call_column(2, 2, turn=4), "is of turn 4 of main"),
+        (call_column(2, 2, agent="helper"), "is of turn 1 of helper"),
+        (call_column(2, 2, call_id="another"), "is not in column calls"),
     ],
 )
-def test_tokens_beside_the_books(call: dict[str, Any], fault: str | None) -> None:
-    story = Story().call("one", 1, [1, 2], [3, 4])
-    found = list(usage_faults(stored(story.done()), [call]))
+def test_tokens_are_compared_with_the_usage_of_calls(
+    call: dict[str, Any], fault: str | None
+) -> None:
+    _, row = one_call()
+    found = list(usage_faults(stored([row]), [call]))
     assert [fault in one for one in found] == [True] if fault else found == []
 
 
-def test_stored_rows_of_a_fork_are_sound_and_break_alone() -> None:
+def test_stored_rows_of_a_fork_are_checked_without_events() -> None:
     _, rows = forked()
     assert not [fault for row in stored(rows) for fault in row_faults(row)]
     assert not list(rollout_faults(stored(rows)))

@@ -18,7 +18,7 @@ import pytest
 from engines_kit import engine_at
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "segments"))
-from episode_kit import Episode
+from episodes import Episode
 
 from hermes_rl.models import Completion, Endpoint, ModelClient, ModelRequest, connect
 from hermes_rl.models.tokens import ChatIdsClient, Renderer, load_renderer, token_client
@@ -154,8 +154,8 @@ async def test_episodes_over_sockets_hold_what_was_sampled(tmp_path):
         episodes = await play(shared, EPISODES)
         await shared.aclose()
     for number, episode in enumerate(episodes):
-        assert not episode.against_the_log(), (number, episode.engine.way)
-        assert not episode.by_the_rules(), (number, episode.engine.way)
+        assert not episode.compare_with_log(), (number, episode.engine.way)
+        assert not episode.check_rules(), (number, episode.engine.way)
     segments = [segment for episode in episodes for segment in episode.segments]
     kinds = Counter(segment.branch_kind for segment in segments)
     assert all(kinds[kind] > 15 for kind in ("main", "compaction", "subagent", "retry"))

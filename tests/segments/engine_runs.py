@@ -1,4 +1,4 @@
-"""Runs against the token-exact fake engine, as the command makes them."""
+"""Runs on the token-exact fake engine, and comparisons with its log."""
 
 import json
 import shutil
@@ -12,21 +12,21 @@ import pyarrow.parquet as pq
 
 from batch_runner import Report, arun_batch
 from hermes_rl.config import parse_config
-from hermes_rl.segments import runs_of
+from hermes_rl.segments import answer_spans
 from hermes_rl.store import load_run
 from hermes_rl.testing import ExactConfig, ExactEngine, Truth, chat_of, write_tiny_tokenizer
 
 
 @asynccontextmanager
-async def engine_in(folder: Path, **fields: Any) -> AsyncIterator[ExactEngine]:
-    """An engine whose answers are cut into tokens as no tokenizer would."""
+async def start_engine(folder: Path, **fields: Any) -> AsyncIterator[ExactEngine]:
+    """Start an engine that splits answers into tokens differently from its tokenizer."""
     tokenizer = write_tiny_tokenizer(folder / "tokenizer")
     config = ExactConfig(tokenizer=tokenizer, **{"split": "random", "version": "7", **fields})
     async with ExactEngine(config, chat=chat_of(tokenizer)) as engine:
         yield engine
 
 
-async def run_on(
+async def run_scripts(
     engine: ExactEngine,
     folder: Path,
     scripts: Sequence[list[Any]],
@@ -34,7 +34,7 @@ async def run_on(
     preset: str = "rl",
     **model: Any,
 ) -> Report:
-    """A run of one task per script; further fields are the model's."""
+    """Run one task per script; further fields go to the section `model`."""
     tasks = folder / "tasks.jsonl"
     rows = [
         {"id": f"t{n}", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}\n", "verify": "true"}
@@ -52,8 +52,8 @@ async def run_on(
     return await arun_batch(parse_config(config))
 
 
-def served(truth: Sequence[Truth], run: Path) -> dict[str, Truth]:
-    """What the engine sampled for the calls of a run's rollouts and delivered, by call."""
+def served_entries(truth: Sequence[Truth], run: Path) -> dict[str, Truth]:
+    """Return the log entries of delivered answers to the calls of a run, by call."""
     loaded = load_run(run)
     tables = [loaded.arrow(name).to_pylist() for name in ("trajectories", "failures")]
     calls = {call["call_id"] for rows in tables for row in rows for call in row["calls"]}
@@ -61,15 +61,15 @@ def served(truth: Sequence[Truth], run: Path) -> dict[str, Truth]:
     return {str(e.call_id): e for e in entries if e.sampled_ids}
 
 
-def rewritten(run: Path, into: Path, table: str, change: Callable[[list[Any]], None]) -> Path:
-    """A copy of a run whose rows of one table are changed, part by part."""
+def rewrite_table(run: Path, into: Path, table: str, change: Callable[[list[Any]], None]) -> Path:
+    """Copy a run and change the rows of one table, part by part."""
     shutil.copytree(run, into)
     for path in (into / table).iterdir():
         rows = pq.read_table(path)
-        told = rows.to_pylist()
-        change(told)
+        changed = rows.to_pylist()
+        change(changed)
         for place, column in enumerate(rows.schema):
-            values = [row[column.name] for row in told]
+            values = [row[column.name] for row in changed]
             if values != rows.column(place).to_pylist():
                 rows = rows.set_column(place, column, pa.array(values, column.type))
         pq.write_table(rows, path)
@@ -77,10 +77,10 @@ def rewritten(run: Path, into: Path, table: str, change: Callable[[list[Any]], N
 
 
 def differences(run: Path, entries: dict[str, Truth]) -> list[str]:
-    """What a run's segments have otherwise than the engine's log."""
+    """Return the differences between a run's segments and the engine's log."""
     found, trained = [], set()
     for row in load_run(run).arrow("segments").to_pylist():
-        for call_id, part in zip(row["call_ids"], runs_of(row), strict=True):
+        for call_id, part in zip(row["call_ids"], answer_spans(row), strict=True):
             if not part.trained:
                 continue
             entry = entries[call_id]
@@ -92,10 +92,10 @@ def differences(run: Path, entries: dict[str, Truth]) -> list[str]:
                 found.append(f"{call_id} has another prompt")
             if tuple(ids[part.start : part.end]) != entry.sampled_ids:
                 found.append(f"{call_id} has other ids")
-            told = logprobs[part.start : part.end]
-            pairs = zip(told, entry.raw_logprobs, strict=False)
-            if len(told) != len(entry.raw_logprobs) or any(
-                abs(ours - theirs) > 1e-5 for ours, theirs in pairs
+            stored = logprobs[part.start : part.end]
+            pairs = zip(stored, entry.raw_logprobs, strict=False)
+            if len(stored) != len(entry.raw_logprobs) or any(
+                abs(value - sampled) > 1e-5 for value, sampled in pairs
             ):
                 found.append(f"{call_id} has other logprobs")
     return found + [f"{call_id} is nowhere" for call_id in entries if call_id not in trained]

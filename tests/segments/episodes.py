@@ -1,4 +1,4 @@
-"""Scripted episodes that are prone to drift, over the real recording of calls."""
+"""Scripted episodes that are prone to drift, with the real recording of calls."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +9,8 @@ from struct import pack, unpack
 from typing import Any
 
 import msgspec
-from sampler_kit import TRAPS, WORDS, Engine, Habits
+from attempts import BEGUN
+from sampler import TRAPS, VOCABULARY, Behavior, Engine
 
 from hermes_rl import events as ev
 from hermes_rl.events import EventLog
@@ -18,7 +19,7 @@ from hermes_rl.models import Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Traffic
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments import rollout_faults, row_faults, runs_of, usage_faults, with_segments
+from hermes_rl.segments import answer_spans, rollout_faults, row_faults, usage_faults, with_segments
 from hermes_rl.trajectory import fold
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=-1)
@@ -43,8 +44,8 @@ class NoLimits:
         yield _Slot()
 
 
-class Hours:
-    """A clock that only sleeping moves."""
+class SimulatedClock:
+    """A clock that advances only by sleeping."""
 
     def __init__(self, random: Random) -> None:
         self.now, self.calls, self.random = 1000.0, 0, random
@@ -58,42 +59,23 @@ class Hours:
         return f"call-{self.calls}"
 
     def clock(self) -> Clock:
-        tell = lambda: self.now  # noqa: E731
-        return Clock(tell, tell, self.sleep, self.random.uniform, self.new_id)
-
-
-BEGUN = ev.Begun(
-    key=ev.AttemptKey(unit_id="a" * 32, epoch=1, attempt=0),
-    started_at=1000.0,
-    run_id="run",
-    group_id="b" * 32,
-    member=0,
-    repeat=0,
-    row_index=0,
-    task_id="task",
-    task_hash="t" * 64,
-    config_hash="c" * 64,
-    seed=0,
-    prompt="do it",
-    model="policy",
-    api_mode="chat_completions",
-    endpoint="exact:1",
-)
+        now = lambda: self.now  # noqa: E731
+        return Clock(now, now, self.sleep, self.random.uniform, self.new_id)
 
 
 class Episode:
-    """One episode: what an agent may do with its history, drawn by a seed."""
+    """One episode: a seed decides what the agent does with its history."""
 
     def __init__(
-        self, seed: int, engine: type[Engine] = Engine, edits: float = 0.04, **habits: Any
+        self, seed: int, engine: type[Engine] = Engine, edits: float = 0.04, **behavior: Any
     ) -> None:
         self.random, self.edits = Random(seed), edits
-        drawn = Habits(
+        drawn = Behavior(
             bridged=self.random.random() < 0.5,
-            drops_thoughts=self.random.random() < 0.3,
+            drops_reasoning=self.random.random() < 0.3,
             volatile=self.random.random() < 0.05,
         )
-        for name, value in habits.items():
+        for name, value in behavior.items():
             setattr(drawn, name, value)
         self.engine = engine(Random(seed + 1), drawn)
         self.log = EventLog()
@@ -101,7 +83,7 @@ class Episode:
             [Route.single("", self.engine, NoLimits())],
             self.log,
             RetryPolicy(base_s=0.01, cap_s=0.01, outage_s=1e9, max_attempts=99),
-            clock=Hours(Random(seed + 2)).clock(),
+            clock=SimulatedClock(Random(seed + 2)).clock(),
         )
         self.agents = 0
 
@@ -120,7 +102,10 @@ class Episode:
             request = ModelRequest("policy", conversation, "", sampling=PLAIN)
             fate = random.random()
             if fate < 0.06:
-                answer, _ = await asyncio.gather(  # two answers to one prompt; one is gone on with
+                (
+                    answer,
+                    _,
+                ) = await asyncio.gather(  # only one of the two answers is continued
                     self.caller.call(request, turn=turn, agent=name),
                     self.caller.call(request, turn=turn, agent=name),
                 )
@@ -151,15 +136,15 @@ class Episode:
         for call in message.tool_calls:
             if deep and self.random.random() < 0.15:
                 await self.delegate()
-            text = " ".join(self.random.choices([*WORDS, *TRAPS], k=4))
+            text = " ".join(self.random.choices([*VOCABULARY, *TRAPS], k=4))
             self.add(
                 conversation, ToolMessage(tool_call_id=call.id, name="terminal", content=text), turn
             )
         if not message.tool_calls:
-            self.add(conversation, UserMessage(content="go on"), turn, synthetic=True)
+            self.add(conversation, UserMessage(content="continue"), turn, synthetic=True)
 
     async def delegate(self) -> None:
-        """Sub-agents, side by side."""
+        """Run sub-agents concurrently."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self.random.randint(1, 3)):
                 self.agents += 1
@@ -179,23 +164,23 @@ class Episode:
         conversation.append(message)
         self.log.record(ev.MessageAdded(message=message, turn=turn, synthetic=synthetic))
 
-    def against_the_log(self) -> list[str]:
+    def compare_with_log(self) -> list[str]:
         return list(log_faults(self.engine, self.segments))
 
-    def by_the_rules(self) -> list[str]:
+    def check_rules(self) -> list[str]:
         return list(rule_faults(self.row, self.segments))
 
 
 def log_faults(engine: Engine, segments: tuple[Segment, ...]) -> Iterator[str]:
-    """What segments have otherwise than the sampler's own log."""
+    """Yield the differences between segments and the sampler's log."""
     truth = {e.call_id: e for e in engine.log if e.delivered and e.policy}
     trained: set[str] = set()
     for segment in segments:
         row = msgspec.structs.asdict(segment)
-        for call_id, run in zip(segment.call_ids, runs_of(row), strict=True):
+        for call_id, run in zip(segment.call_ids, answer_spans(row), strict=True):
             entry, ids = truth.get(call_id), tuple(segment.input_ids)
             if entry is None:
-                yield f"{call_id}: was never sampled, or its answer never came"
+                yield f"{call_id}: was not sampled, or its answer was lost"
                 continue
             if not run.trained:
                 continue
@@ -208,13 +193,13 @@ def log_faults(engine: Engine, segments: tuple[Segment, ...]) -> Iterator[str]:
                 yield f"{call_id}: other ids"
             if tuple(segment.logprobs[run.start : run.end]) != rounded(entry.logprobs):
                 yield f"{call_id}: other logprobs"
-    yield from (f"{call_id}: nowhere trained" for call_id in truth if call_id not in trained)
+    yield from (f"{call_id}: not trained" for call_id in truth if call_id not in trained)
     if sum(sum(s.loss_mask) for s in segments) != sum(len(e.sampled) for e in truth.values()):
-        yield "tokens to be trained are not those that were sampled"
+        yield "the trained tokens are not the sampled ones"
 
 
 def rule_faults(row: Trajectory, segments: tuple[Segment, ...]) -> Iterator[str]:
-    """What `check RUN --tokens` would say, without a tokenizer."""
+    """Yield the faults that `check RUN --tokens` reports without a tokenizer."""
     if row.metrics.get("segments_rejected"):
         yield "rejected"
         return
@@ -228,5 +213,7 @@ def rounded(values: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(unpack(f"{len(values)}f", pack(f"{len(values)}f", *values)))
 
 
-async def play(seeds: range, engine: type[Engine] = Engine, **habits: Any) -> list[Episode]:
-    return [await Episode(seed, engine, **habits).run() for seed in seeds]
+async def run_episodes(
+    seeds: range, engine: type[Engine] = Engine, **behavior: Any
+) -> list[Episode]:
+    return [await Episode(seed, engine, **behavior).run() for seed in seeds]
