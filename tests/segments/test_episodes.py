@@ -151,7 +151,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize("bug", BUGS)
-async def test_planted_bugs_are_detected(bug):
+async def test_injected_bugs_are_detected(bug):
     episodes = await run_episodes(range(40), bug)
     by_log = sum(bool(episode.compare_with_log()) for episode in episodes)
     by_rule = sum(bool(episode.check_rules()) for episode in episodes)

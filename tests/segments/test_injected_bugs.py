@@ -191,7 +191,7 @@ def checked(run: Path, *arguments: str, capsys: Any) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("inject", "fault"), DETECTED, ids=[inject.__name__ for inject, _ in DETECTED]
 )
-async def test_the_check_and_the_log_show_planted_bugs(
+async def test_the_check_and_the_log_show_injected_bugs(
     finished_run, inject, fault, tmp_path, capsys
 ):
     run = rewrite_table(
