@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from engine_runs import engine_in, run_on, served
+from engine_runs import start_engine, run_scripts, served_entries
 
 from hermes_rl.export import ExportOptions, export_run
 from hermes_rl.segments import answer_spans
@@ -28,10 +28,10 @@ WHOLE = ExportOptions(min_group=1)
 @pytest.fixture
 async def engine_run(tmp_path: Path) -> tuple[Path, list[Truth]]:
     """The run, and the log entry of every answer that the engine sampled for it."""
-    async with engine_in(tmp_path) as engine:
-        report = await run_on(engine, tmp_path, SCRIPTS, "vllm")
+    async with start_engine(tmp_path) as engine:
+        report = await run_scripts(engine, tmp_path, SCRIPTS, "vllm")
         assert report.stats["units"]["done"] == len(SCRIPTS), report.stats
-        entries = served(engine.truth, tmp_path / "run")
+        entries = served_entries(engine.truth, tmp_path / "run")
     return tmp_path / "run", list(entries.values())
 
 
