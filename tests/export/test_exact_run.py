@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from engine_runs import start_engine, run_scripts, served_entries
+from engine_runs import run_scripts, served_entries, start_engine
 
 from hermes_rl.export import ExportOptions, export_run
 from hermes_rl.segments import answer_spans
