@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,9 @@ class ImageBuilds:
         self._options = options or BuildOptions()
         self._aliases = aliases or {}
         self._engine = engine
-        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="image-build")
+        self._building = threading.Semaphore(jobs)
+        # While as many others are built, finished images are stored.
+        self._pool = ThreadPoolExecutor(2 * jobs, thread_name_prefix="image-build")
 
     def open(self) -> None:
         """Once, before the first build: look for buildah, and give it the local images. Blocks.
@@ -108,18 +111,20 @@ class ImageBuilds:
                         raise BuildFailed(f"cannot build {name}: interrupted")
                 if self._engine is None and store.find(name) is not None:
                     return
-                with tempfile.TemporaryDirectory() as folder:
-                    archive = Path(folder, "image") if self._engine is not None else None
+                with self._building:
                     store.build(
                         context.folder,
                         name,
                         dockerfile=context.dockerfile,
                         timeout_s=context.timeout_s,
                         options=self._options,
-                        archive=archive,
                     )
-                    if self._engine is not None and archive is not None:
-                        self._engine.load(archive)
+                if self._engine is None:
+                    store.take_built(name)
+                    return
+                with tempfile.TemporaryDirectory() as folder:
+                    store.save_built(name, Path(folder, "image"))
+                    self._engine.load(Path(folder, "image"))
         except (HermesError, OSError, EngineError) as error:
             if store.stopped:
                 raise

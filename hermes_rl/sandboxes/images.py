@@ -200,34 +200,34 @@ class ImageStore:
         dockerfile: Path | None = None,
         timeout_s: float = 600.0,
         options: BuildOptions | None = None,
-        archive: Path | None = None,
     ) -> None:
-        """Build a Dockerfile with buildah and store the image under a name.
-
-        Args:
-            archive: takes the image as `docker save` writes it; it is not stored then.
+        """Build a Dockerfile with buildah. Afterwards `take_built` or `save_built` takes the image.
 
         Raises: UserError when buildah is missing; BuildFailed when the build fails.
         """
         self._prepare()
-        tag = "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
         with self._scratch() as scratch:
             file, shown = _shown(scratch, dockerfile or context / "Dockerfile", options)
             # OCI's format has no SHELL: the instruction would be ignored.
             command = ["build", "--isolation", "chroot", "--format", "docker", "--layers"]
-            command += ["--tag", tag, *shown, "--file", str(file), str(context)]
+            command += ["--tag", _tag(name), *shown, "--file", str(file), str(context)]
             self._buildah(command, name, timeout_s)
-            if archive is not None:
-                to = f"docker-archive:{archive}:docker.io/library/{name}"
-                self._buildah(["push", "--quiet", tag, to], name, timeout_s)
-                return
-            # Layers that we have are not written again: a file of that name is taken for them.
+
+    def save_built(self, name: str, archive: Path) -> None:
+        """Write a built image as `docker save` does. Raises: BuildFailed."""
+        to = f"docker-archive:{archive}:docker.io/library/{name}"
+        self._buildah(["push", "--quiet", _tag(name), to], name)
+
+    def take_built(self, name: str) -> None:
+        """Store a built image under its name. Raises: BuildFailed; UserError as `add`."""
+        with self._scratch() as scratch:
+            # buildah does not write layers whose file exists: those that are stored are not copied.
             blobs = scratch / "oci" / "blobs" / "sha256"
             blobs.mkdir(parents=True)
             for known in self.root.glob("l/*.json"):
                 (blobs / _plain(json.loads(known.read_bytes())["digest"])).touch()
             to = f"oci:{scratch / 'oci'}:latest"
-            self._buildah(["push", "--quiet", "--disable-compression", tag, to], name, timeout_s)
+            self._buildah(["push", "--quiet", "--disable-compression", _tag(name), to], name)
             self.add(scratch / "oci", name)
 
     def alias(self, name: str, local: Path) -> None:
@@ -439,6 +439,11 @@ class ImageStore:
         driver = ["--storage-driver", "overlay"]
         command = [find_program("buildah"), *places, *driver, *arguments]
         return self._programs.run(command, f"cannot build {name}", timeout_s)
+
+
+def _tag(name: str) -> str:
+    """What buildah calls an image that it built."""
+    return "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _plain(digest: str) -> str:

@@ -118,6 +118,7 @@ def test_an_alias_may_be_a_layout(store: ImageStore, base: Path, tmp_path: Path)
     context = harbor_task(tmp_path / "one", {}) / "environment"
     store.alias("base", base)
     store.build(context, "task:one")
+    store.take_built("task:one")
     folder = tmp_path / "base-again"
     folder.mkdir()
     shutil.copytree(_layout_of(store, tmp_path), folder, dirs_exist_ok=True)
@@ -125,6 +126,7 @@ def test_an_alias_may_be_a_layout(store: ImageStore, base: Path, tmp_path: Path)
         store.alias(name, source)
         (context / "Dockerfile").write_text(f"FROM {name}\n")
         store.build(context, f"task:{name}")
+        store.take_built(f"task:{name}")
         built = store.find(f"task:{name}")
         assert built is not None
         assert built.layers[0] == store.add(source, "x").layers[0]
