@@ -1,4 +1,4 @@
-"""The path of this folder, and fake servers."""
+"""Fixtures: a fake server, and the end of runs that a failed test left."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -16,17 +16,17 @@ import kit  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def no_run_outlives_its_test() -> Iterator[None]:
-    """A test that failed would leave a driver that asks on, and slow all after it down."""
+def kill_leftover_runs() -> Iterator[None]:
+    """A driver that a failed test leaves would slow all later tests down."""
     yield
-    while kit.STARTED:
-        run = kit.STARTED.pop()
+    while kit.STARTED_RUNS:
+        run = kit.STARTED_RUNS.pop()
         if run.process.returncode is None:
             kit.kill(run.pid)
 
 
 @pytest.fixture
 async def server() -> AsyncIterator[FakeServer]:
-    """A fake model server; prompts carry their scripts."""
+    """A fake model server; prompts carry its answers."""
     async with FakeServer() as running:
         yield running

@@ -1,8 +1,9 @@
 """A server that forks runs: a start costs milliseconds instead of the imports of a whole run.
 
-Each connection to its Unix socket starts one process. It sends an order, a line of JSON, with the
-write ends of two pipes, and receives two lines: the process's id, and its exit code once it has
-ended, negative after a signal. The server ends with its standard input.
+Each connection to its Unix socket starts one process. The client sends a
+request, a line of JSON, with the write ends of two pipes. It receives two lines: the id of the
+process, and its exit code once it has ended, negative after a signal. The server ends with its
+standard input.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from hermes_rl.store import PartWriter
 
 LOADED = (aiohttp, pandas, pyarrow, arun_batch, run_command, ModelClient, Bubblewrap, Subprocess)
 LOADED += (PartWriter,)
-ORDER_BYTES = 1 << 20
+REQUEST_BYTES = 1 << 20
 
 
-def run(order: dict[str, Any], outputs: list[int]) -> NoReturn:
+def run(request: dict[str, Any], outputs: list[int]) -> NoReturn:
     """Be `hermes-rl run ARGUMENTS`, in a session and process group of its own.
 
     Args:
-        order: `arguments` and `env`, all of it.
+        request: `arguments` and `env`, all of it.
         outputs: for standard output and standard error.
     """
     code = 1
@@ -50,8 +51,8 @@ def run(order: dict[str, Any], outputs: list[int]) -> NoReturn:
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w", errors="backslashreplace", buffering=1)
         os.environ.clear()
-        os.environ.update(order["env"])
-        code = main(["run", *order["arguments"]])
+        os.environ.update(request["env"])
+        code = main(["run", *request["arguments"]])
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -60,13 +61,13 @@ def run(order: dict[str, Any], outputs: list[int]) -> NoReturn:
 
 
 def fork(client: socket.socket) -> tuple[int, int]:
-    """Start what a client orders; its process id and a descriptor that is readable at its end."""
-    order, outputs, _, _ = socket.recv_fds(client, ORDER_BYTES, 2)
-    while not order.endswith(b"\n"):
-        order += client.recv(ORDER_BYTES)
+    """Start the run of a request. Returns its id and a descriptor that is readable at its end."""
+    request, outputs, _, _ = socket.recv_fds(client, REQUEST_BYTES, 2)
+    while not request.endswith(b"\n"):
+        request += client.recv(REQUEST_BYTES)
     pid = os.fork()
     if pid == 0:
-        run(json.loads(order), outputs)
+        run(json.loads(request), outputs)
     for descriptor in outputs:
         os.close(descriptor)
     client.sendall(b"%d\n" % pid)

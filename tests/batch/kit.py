@@ -1,4 +1,4 @@
-"""A dataset with repeats, runs as real processes, and what must hold of their run directories."""
+"""Tasks and datasets, runs as real processes, and checks of their run directories."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.testing import Entry, FakeServer
 
 IDENTICAL, REPEATS = 3, 4
+"""Identical rows of `make_rows`, and the repeats of each."""
 MARK = "HERMES_TEST_MARK"
-TIMES = (
+VARYING_COLUMNS = (
     "timing", "started_at", "finished_at", "tool_stats", "calls", "attempt", "trajectory_id",
     "run_id", "root_trajectory_id", "row_index", "sandbox", "endpoint", "metrics",
 )  # fmt: skip
-"""Columns that may differ between two runs of one thing: ids, times and places."""
+"""Columns that may differ between two runs of the same tasks: ids, times and paths."""
 
 
-def task(number: int, *, turns: int = 2, latency_s: float = 0.0) -> dict[str, Any]:
+def make_task(number: int, *, turns: int = 2, latency_s: float = 0.0) -> dict[str, Any]:
     """A task whose model writes a number to a file; every fifth is not solved."""
-    said = -1 if number % 5 == 4 else number
-    steps: list[Any] = [{"run": f"echo {said} > out.txt", "latency_s": latency_s}]
+    answer = -1 if number % 5 == 4 else number
+    steps: list[Any] = [{"run": f"echo {answer} > out.txt", "latency_s": latency_s}]
     steps += [{"run": f"echo step-{n}", "latency_s": latency_s} for n in range(1, turns)]
-    steps.append(f"wrote {said}")
+    steps.append(f"wrote {answer}")
     return {
         "id": f"task-{number}",
         "prompt": f"Write {number} to out.txt.\nSCRIPT: {json.dumps(steps)}",
@@ -51,21 +52,22 @@ def task(number: int, *, turns: int = 2, latency_s: float = 0.0) -> dict[str, An
     }
 
 
-def rows(distinct: int, *, latency_s: float = 0.0) -> list[dict[str, Any]]:
-    """Distinct rows, and three identical ones with four repeats each in their midst."""
-    made = [task(n, latency_s=latency_s) for n in range(distinct)]
-    same = {**task(1000, latency_s=latency_s), "repeats": REPEATS}
+def make_rows(distinct: int, *, latency_s: float = 0.0) -> list[dict[str, Any]]:
+    """Distinct rows, and three identical ones with four repeats each among them."""
+    rows = [make_task(n, latency_s=latency_s) for n in range(distinct)]
+    same = {**make_task(1000, latency_s=latency_s), "repeats": REPEATS}
     for place in (0, distinct // 2, distinct):
-        made.insert(place, dict(same))
-    return made
+        rows.insert(place, dict(same))
+    return rows
 
 
-def units_of(distinct: int) -> int:
+def count_units(distinct: int) -> int:
+    """The number of units of `make_rows`."""
     return distinct + IDENTICAL * REPEATS
 
 
-def write(path: Path, made: Iterable[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -89,11 +91,11 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Started at the first run of a test process (see forked_runs.py); it ends with that."""
+    """Starts runs quickly (see forked_runs.py); it is started once and ends with this process."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._address = f"{self._folder.name}/orders"
+        self._address = f"{self._folder.name}/requests"
         program = Path(__file__).with_name("forked_runs.py")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._server = subprocess.Popen(
@@ -111,23 +113,23 @@ class ForkServer:
         self, arguments: Sequence[str], env: dict[str, str], outputs: Sequence[int]
     ) -> ForkedProcess:
         """Start `hermes-rl run ARGUMENTS`; takes over the descriptors for its output."""
-        order = json.dumps({"arguments": arguments, "env": env}).encode() + b"\n"
+        request = json.dumps({"arguments": arguments, "env": env}).encode() + b"\n"
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)
-        sent = socket.send_fds(connection, [order], outputs)
-        connection.sendall(order[sent:])
+        sent = socket.send_fds(connection, [request], outputs)
+        connection.sendall(request[sent:])
         for descriptor in outputs:
             os.close(descriptor)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         pid = int(await reader.readline())
 
-        async def ended() -> bytes:
+        async def wait_for_end() -> bytes:
             try:
                 return await reader.readline()
             finally:
                 writer.close()
 
-        return ForkedProcess(pid, asyncio.create_task(ended()))
+        return ForkedProcess(pid, asyncio.create_task(wait_for_end()))
 
     @classmethod
     @cache
@@ -146,7 +148,7 @@ async def output_pipe() -> tuple[asyncio.StreamReader, int]:
 
 
 @dataclass
-class Process:
+class RunProcess:
     """One `hermes-rl run` as a real process, with its JSON events."""
 
     process: ForkedProcess
@@ -185,61 +187,69 @@ class Process:
             raise AssertionError(f"no end within {seconds} s: {self.errors[-3000:]}") from None
         return code
 
-    async def until(self, event: str, count: int = 1) -> None:
-        """Wait for so many events of a kind."""
+    async def wait_for_events(self, event: str, count: int = 1) -> None:
+        """Wait for this many events of a kind."""
         await wait_for(self, lambda: [e["event"] for e in self.events].count(event) >= count)
 
 
-async def wait_for(run: Process, found: Callable[[], Any]) -> None:
-    """Wait until something holds during a run."""
+async def wait_for(run: RunProcess, condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds; fail when the run ends before."""
     deadline = time.monotonic() + 90
-    while not found():
+    while not condition():
         assert run.process.returncode is None, run.errors[-3000:]
         assert time.monotonic() < deadline, run.errors[-3000:]
         await asyncio.sleep(0.01)
 
 
-STARTED: list[Process] = []
-"""Runs of the present test; what still runs at its end is killed (see conftest)."""
+STARTED_RUNS: list[RunProcess] = []
+"""Runs of the current test; those that still run at its end are killed (see conftest)."""
 
 
-async def launch(*arguments: str | Path, env: dict[str, str] | None = None) -> Process:
+async def start_run(*arguments: str | Path, env: dict[str, str] | None = None) -> RunProcess:
     """Start `hermes-rl run ARGUMENTS --json`, in a process group of its own."""
     mark = uuid.uuid4().hex
-    (said, out), (errors, err) = await output_pipe(), await output_pipe()
+    (events, out), (errors, err) = await output_pipe(), await output_pipe()
     process = await ForkServer.of_this_process().start(
         [*map(str, arguments), "--json"], {**os.environ, MARK: mark, **(env or {})}, [out, err]
     )
-    made = Process(process, mark)
-    STARTED.append(made)
-    streams = ((said, True), (errors, False))
-    made._readers = [asyncio.create_task(made.read(s, events=e)) for s, e in streams]
-    return made
+    run = RunProcess(process, mark)
+    STARTED_RUNS.append(run)
+    streams = ((events, True), (errors, False))
+    run._readers = [asyncio.create_task(run.read(s, events=e)) for s, e in streams]
+    return run
 
 
-async def finish(*arguments: str | Path, env: dict[str, str] | None = None) -> Process:
-    """Run to the end."""
-    process = await launch(*arguments, env=env)
-    await process.wait()
-    return process
+async def finish_run(
+    *arguments: str | Path, env: dict[str, str] | None = None, code: int = 0
+) -> RunProcess:
+    """Run `hermes-rl run ARGUMENTS --json` to its end and check its exit code."""
+    run = await start_run(*arguments, env=env)
+    assert await run.wait() == code, run.errors
+    return run
 
 
-def played(dataset: Path, out: Path, base_url: str, *more: str) -> list[str]:
-    """Arguments of a run against a fake server, without a sandbox."""
+def run_arguments(
+    folder: Path, rows: Iterable[dict[str, Any]], server: FakeServer, *more: str
+) -> list[str]:
+    """Arguments of a run of these rows against a fake server, without a sandbox, in `folder`/run.
+    Writes the dataset `folder`/tasks.jsonl."""
     return [
-        str(dataset), "--model", "fake", "--base-url", base_url, "--out", str(out),
+        str(write_rows(folder / "tasks.jsonl", rows)), "--model", "fake",
+        "--base-url", server.base_url, "--out", str(folder / "run"),
         "--sandbox", "none", "--allow-unsandboxed", "--toolsets", "terminal", *more,
     ]  # fmt: skip
 
 
-def config(folder: Path, made: Iterable[dict[str, Any]], **sections: dict[str, Any]) -> RunConfig:
+def make_config(
+    folder: Path, rows: Iterable[dict[str, Any]], **sections: dict[str, Any]
+) -> RunConfig:
     """A run of these rows in this process, without a sandbox, in `folder`/run.
 
     Args:
-        sections: what they say besides, or instead.
+        sections: further keys, and replacements, by section.
     """
     data: dict[str, dict[str, Any]] = {
-        "dataset": {"path": str(write(folder / "tasks.jsonl", made))},
+        "dataset": {"path": str(write_rows(folder / "tasks.jsonl", rows))},
         "model": {"name": "fake"},
         "agent": {"toolsets": ["terminal"]},
         "sandbox": {"backend": "none"},
@@ -248,12 +258,12 @@ def config(folder: Path, made: Iterable[dict[str, Any]], **sections: dict[str, A
     return parse_config(data | {k: data.get(k, {}) | v for k, v in sections.items()})
 
 
-async def run(config: RunConfig) -> Report:
-    """Run a configuration in this process; its progress goes nowhere."""
+async def run_config(config: RunConfig) -> Report:
+    """Run a configuration in this process and discard its progress."""
     return await arun_batch(config, progress=JsonEvents(io.StringIO()))
 
 
-def table(out: Path, name: str) -> list[dict[str, Any]]:
+def read_table(out: Path, name: str) -> list[dict[str, Any]]:
     """All published rows of a table."""
     parts = sorted((out / name).glob("*.parquet"))
     return [row for part in parts for row in pq.read_table(part).to_pylist()]
@@ -261,34 +271,34 @@ def table(out: Path, name: str) -> list[dict[str, Any]]:
 
 def final_rows(out: Path) -> dict[str, dict[str, Any]]:
     """Unit -> its one final row."""
-    found = table(out, "trajectories")
+    found = read_table(out, "trajectories")
     twice = [unit for unit, n in Counter(r["unit_id"] for r in found).items() if n > 1]
     assert twice == [], "a unit is finished twice"
     return {row["unit_id"]: row for row in found}
 
 
-def content(out: Path) -> dict[str, dict[str, Any]]:
-    """Final rows without what may differ between two runs."""
+def comparable_rows(out: Path) -> dict[str, dict[str, Any]]:
+    """Final rows without the columns that may differ between two runs."""
     return {
-        unit: {k: v for k, v in row.items() if k not in TIMES}
+        unit: {k: v for k, v in row.items() if k not in VARYING_COLUMNS}
         for unit, row in final_rows(out).items()
     }
 
 
 def check_usage(out: Path, served: Sequence[Entry]) -> None:
-    """The server's requests are our calls, one by one; what we could not learn is `unknown`."""
+    """Every request of the server is one recorded call, with its usage, or `unknown`."""
     recorded = [
-        c for name in ("trajectories", "failures") for r in table(out, name) for c in r["calls"]
+        c for n in ("trajectories", "failures") for r in read_table(out, n) for c in r["calls"]
     ]
     ids = Counter(call["call_id"] for call in recorded)
     assert [i for i, n in ids.items() if n > 1] == [], "a call is recorded twice"
     calls = {call["call_id"]: call for call in recorded}
-    asked = {entry.call_id: entry for entry in served}
-    assert set(asked) <= set(calls), "the server served a call that no row knows"
+    requests = {entry.call_id: entry for entry in served}
+    assert set(requests) <= set(calls), "the server served a call that no row records"
     known = {i for i, call in calls.items() if call["outcome"] != "unknown"}
-    assert known <= set(asked), "a call with a known end never reached the server"
+    assert known <= set(requests), "a call with a known end never reached the server"
     for name in known:
-        entry, call = asked[name], calls[name]
+        entry, call = requests[name], calls[name]
         if call["outcome"] == "ok":
             assert entry.outcome == "served"
             if entry.reported:
@@ -296,17 +306,17 @@ def check_usage(out: Path, served: Sequence[Entry]) -> None:
                 assert usage == (entry.prompt_tokens, entry.completion_tokens)
 
 
-def check_not_asked_again(out: Path, receipts: dict[str, int]) -> None:
+def check_no_unit_ran_again(out: Path, receipts: dict[str, int]) -> None:
     """No unit that was reported done has a later attempt."""
     attempts: dict[str, int] = {}
     for name in ("trajectories", "failures"):
-        for row in table(out, name):
+        for row in read_table(out, name):
             attempts[row["unit_id"]] = max(attempts.get(row["unit_id"], 0), row["attempt"])
     again = {unit for unit, attempt in receipts.items() if attempts[unit] != attempt}
     assert again == set()
 
 
-def alive_pids(out: Path) -> list[int]:
+def worker_pids(out: Path) -> list[int]:
     """The processes that hold a journal of this run."""
     return [
         int(json.loads(path.read_bytes())["pid"])
@@ -315,8 +325,8 @@ def alive_pids(out: Path) -> list[int]:
     ]
 
 
-def bwrap_pids(out: Path) -> list[int]:
-    """The outermost process of each sandbox of a run: its lease stands in its arguments."""
+def sandbox_pids(out: Path) -> list[int]:
+    """The outermost process of each sandbox of a run: its arguments contain the run id."""
     run_id = json.loads((out / "epochs" / "1.json").read_bytes())["run_id"].encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -330,8 +340,8 @@ def bwrap_pids(out: Path) -> list[int]:
     return sorted(found)
 
 
-def left_behind(marks: Iterable[str], out: Path) -> list[str]:
-    """Command lines of processes that belong to a run: by environment, or by the lease in argv."""
+def leftover_processes(marks: Iterable[str], out: Path) -> list[str]:
+    """Command lines of processes that belong to a run by their environment or arguments."""
     epochs = sorted((out / "epochs").glob("*.json"))
     signs = [f"{MARK}={mark}".encode() for mark in marks]
     leases = [json.loads(epoch.read_bytes())["run_id"].encode() for epoch in epochs[:1]]
@@ -347,34 +357,34 @@ def left_behind(marks: Iterable[str], out: Path) -> list[str]:
     return found
 
 
-async def check_nothing_left(marks: Iterable[str], out: Path, seconds: float = 5.0) -> None:
-    """No process of the run is there after some seconds."""
+async def check_no_processes(marks: Iterable[str], out: Path, seconds: float = 5.0) -> None:
+    """All processes of the run end within some seconds."""
     deadline = time.monotonic() + seconds
-    while left := left_behind(marks, out):
+    while left := leftover_processes(marks, out):
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.1)
 
 
-async def check_gone(pids: Iterable[int], seconds: float = 5.0) -> None:
-    """These processes have ended after some seconds."""
+async def check_processes_ended(pids: Iterable[int], seconds: float = 5.0) -> None:
+    """These processes end within some seconds."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.05)
 
 
-class Watcher(threading.Thread):
-    """Reads every Parquet file of a run again and again, as a careless reader would."""
+class ParquetReader(threading.Thread):
+    """Reads every Parquet file of a run again and again, as a glob reader does."""
 
     def __init__(self, out: Path) -> None:
         super().__init__(daemon=True)
         self.out = out
         self.reads = 0
         self.fault: str | None = None
-        self._stop_now = threading.Event()
+        self._stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._stop_now.wait(0.05):
+        while not self._stopped.wait(0.05):
             units: Counter[str] = Counter()
             for part in self.out.glob("*/part-*.parquet"):
                 try:
@@ -386,23 +396,23 @@ class Watcher(threading.Thread):
                 if part.parent.name == "trajectories":
                     units.update(read["unit_id"].to_pylist())
             if any(n > 1 for n in units.values()):
-                self.fault = "a unit stands in trajectories twice"
+                self.fault = "trajectories contain a unit twice"
                 return
 
     def check(self) -> None:
-        """Stop, and fail when anything was wrong at any moment."""
-        self._stop_now.set()
+        """Stop, and fail when any file was not readable at any moment."""
+        self._stopped.set()
         self.join()
         assert self.fault is None, self.fault
 
 
-async def asked(server: FakeServer, requests: int, run: Process) -> None:
-    """Wait until the server was asked so often by a run."""
+async def wait_for_requests(server: FakeServer, requests: int, run: RunProcess) -> None:
+    """Wait until the server has received this many requests."""
     await wait_for(run, lambda: server.requests >= requests)
 
 
-async def until_done(run: Process, units: int) -> None:
-    """Wait until so many units were reported done."""
+async def wait_for_units(run: RunProcess, units: int) -> None:
+    """Wait until the run has reported this many units as done."""
     await wait_for(run, lambda: len(run.receipts()) >= units)
 
 

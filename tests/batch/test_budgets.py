@@ -1,4 +1,4 @@
-"""Budgets bind a run and its resumption, whatever its model makes; the pilot forecasts its cost."""
+"""Budgets limit a run and its resumes, whatever its model returns; the pilot forecasts its cost."""
 
 import asyncio
 import io
@@ -39,7 +39,7 @@ PRICE = {"input": 10.0, "output": 50.0, "cache_read": 10.0}
 
 
 def cut_once(answer: str) -> str:
-    """A script: the first answer is cut off, and nobody learns its usage."""
+    """A script whose first answer is cut off, so that its usage is unknown."""
     return json.dumps([[{"text": "", "fault": "reset"}, {"text": answer}]])
 
 
@@ -62,7 +62,7 @@ class Bench:
     ) -> RunConfig:  # fmt: skip
         made = list(map(row, range(rows))) if isinstance(rows, int) else rows
         endpoint: dict[str, Any] = {"base_url": self.server.base_url}
-        return kit.config(
+        return kit.make_config(
             self.folder,
             made,
             dataset={"limit": limit},
@@ -77,22 +77,22 @@ class Bench:
 
     @property
     def spent(self) -> dict[str, Any]:
-        """Budget -> what the driver says is spent of it."""
+        """Budget -> the amount spent, as the driver recorded it."""
         budgets = json.loads((self.out / "manifest.json").read_bytes())["budgets"]
         return {name: budget["spent"] for name, budget in budgets.items()}
 
     def spent_before(self, config: RunConfig) -> dict[str, int]:
-        """The same, as a later start finds it in the rows."""
+        """Budget -> the amount spent, as a later start reads it from the rows."""
         prices = Prices(config)
         known = (prices.worst, prices.models, prices.output_max)
         return spent_before(RunDir(self.out), budgets_of(config), *known)
 
     async def run(self, rows: int | list[dict[str, Any]], **settings: Any) -> Report:
-        return await kit.run(self.config(rows, **settings))
+        return await kit.run_config(self.config(rows, **settings))
 
     @property
     def billed(self) -> float:
-        """What the server's answers cost, in US dollars."""
+        """The cost of the server's answers, in US dollars."""
         read, made = tokens(self.server)
         return (read * PRICE["input"] + made * PRICE["output"]) / 1e6
 
@@ -108,11 +108,11 @@ def bench(tmp_path: Path, server: FakeServer) -> Bench:
     return Bench(tmp_path, server)
 
 
-async def test_a_budget_binds_two_hundred_agents_and_the_resumed_run(bench: Bench) -> None:
+async def test_a_budget_limits_200_agents_and_the_resumed_run(bench: Bench) -> None:
     assert (await bench.run(200, limit=5)).exit_code == 0
     each = bench.billed / 5
     budget = 100 * each
-    for _ in range(2):  # the second start knows what the first has spent
+    for _ in range(2):
         report = await bench.run(200, budget_usd=budget)
         assert report.exit_code == 3
         assert "budget is used up" in str(report.detail)
@@ -139,7 +139,7 @@ async def test_a_budget_binds_two_hundred_agents_and_the_resumed_run(bench: Benc
         ),
     ],
 )
-async def test_a_budget_too_small_for_one_call_sends_none(
+async def test_a_budget_below_one_call_sends_none(
     bench: Bench, run: dict[str, Any], priced: bool, reason: str
 ) -> None:
     report = await bench.run(10, priced=priced, **run)
@@ -149,7 +149,7 @@ async def test_a_budget_too_small_for_one_call_sends_none(
 
 
 @pytest.mark.parametrize("name", ["unit_budget_usd", "unit_budget_tokens"])
-async def test_a_unit_that_would_cost_too_much_is_given_up(bench: Bench, name: str) -> None:
+async def test_a_unit_above_its_budget_is_given_up(bench: Bench, name: str) -> None:
     low, high = (1, 100_000) if name == "unit_budget_tokens" else (1e-6, 1.0)
     report = await bench.run(4, **{name: low})
     assert report.exit_code == 1
@@ -159,7 +159,7 @@ async def test_a_unit_that_would_cost_too_much_is_given_up(bench: Bench, name: s
     assert again.exit_code == 0
 
 
-async def test_dollars_need_a_price(bench: Bench) -> None:
+async def test_a_dollar_budget_requires_prices(bench: Bench) -> None:
     with pytest.raises(UserError, match="fake has no price here"):
         await bench.run(1, budget_usd=1.0, priced=False)
     assert not bench.out.exists()
@@ -182,14 +182,14 @@ async def test_a_pilot_forecasts_and_its_units_count(bench: Bench) -> None:
     assert costs.usd.low - 1e-6 <= bench.billed <= costs.usd.high + 1e-6
 
 
-def test_how_many_units_a_pilot_has() -> None:
+def test_size_of_a_pilot() -> None:
     assert Pilot.of(3, 0) == Pilot(every=1, units=3)
     assert Pilot.of(30, 2) == Pilot(every=9, units=3)
     assert Pilot.of(100_000, 0) == Pilot(every=100, units=1000)
     assert Pilot.of(1000, 50).units == 0
 
 
-def test_a_pilot_is_not_caught_in_the_rhythm_of_a_dataset() -> None:
+def test_pilot_sampling_is_not_periodic() -> None:
     pilot = Pilot.of(4000, 0)
     picked = [place for place in range(4000) if pilot.picks(place)]
     assert len(picked) == 40
@@ -197,7 +197,7 @@ def test_a_pilot_is_not_caught_in_the_rhythm_of_a_dataset() -> None:
     assert min(kinds) >= 3
 
 
-def test_a_prediction_is_as_wide_as_what_is_known_scatters() -> None:
+def test_prediction_interval_follows_the_variance() -> None:
     assert predict([1.0], 10) is None
     same = predict([2.0] * 5, 95)
     assert same is not None
@@ -212,7 +212,7 @@ def test_a_prediction_is_as_wide_as_what_is_known_scatters() -> None:
     assert student_t(9) == pytest.approx(2.262, rel=1e-3)
 
 
-async def test_calls_of_unknown_usage_count_with_their_worst_case_also_when_resumed(
+async def test_unknown_calls_count_with_their_upper_bound_after_a_resume(
     bench: Bench,
 ) -> None:
     config = bench.config(
@@ -222,7 +222,7 @@ async def test_calls_of_unknown_usage_count_with_their_worst_case_also_when_resu
         model_budgets={"fake": 5.0},
         model_token_budgets={"fake": 10**6},
     )
-    report = await kit.run(config)
+    report = await kit.run_config(config)
     assert (report.exit_code, report.unknown_calls) == (0, 8)
     before, spent = bench.spent_before(config), bench.spent
     used = spent["run:tokens"]
@@ -234,7 +234,7 @@ async def test_calls_of_unknown_usage_count_with_their_worst_case_also_when_resu
 
 
 @pytest.mark.parametrize("output_max", [None, 1000])
-async def test_calls_without_a_bound_count_with_what_their_model_can_make(
+async def test_unknown_calls_without_max_tokens_count_with_the_model_limit(
     bench: Bench, output_max: int | None
 ) -> None:
     data = bench.config([row(0, cut_once("done"))], budget_usd=50.0, budget_tokens=10**6)
@@ -242,7 +242,7 @@ async def test_calls_without_a_bound_count_with_what_their_model_can_make(
     config["model"]["max_tokens"] = None
     config["endpoint"]["prices"]["fake"]["output_max"] = output_max
     parsed = parse_config(config)
-    assert (await kit.run(parsed)).unknown_calls == 1
+    assert (await kit.run_config(parsed)).unknown_calls == 1
     before, spent = bench.spent_before(parsed), bench.spent
     assert before["run:tokens"] == spent["run:tokens"]
     assert before["run:usd"] / NANO == pytest.approx(spent["run:usd"], abs=1e-8)
@@ -251,16 +251,18 @@ async def test_calls_without_a_bound_count_with_what_their_model_can_make(
 
 
 @asynccontextmanager
-async def dated(server: FakeServer) -> AsyncIterator[str]:
-    """The address of a server that calls its models by longer names than they are asked for."""
+async def rename_models(server: FakeServer) -> AsyncIterator[str]:
+    """The address of a server that answers with longer model names than were requested."""
 
     async def handle(request: web.Request) -> web.Response:
         body = await request.read()
         async with session.request(
             request.method, f"http://127.0.0.1:{server.port}{request.path}", data=body
         ) as reply:
-            said = re.sub(rb'"model":"([a-z]+)"', rb'"model":"\1-2025-08-07"', await reply.read())
-            return web.Response(status=reply.status, body=said, content_type=reply.content_type)
+            renamed = re.sub(
+                rb'"model":"([a-z]+)"', rb'"model":"\1-2025-08-07"', await reply.read()
+            )
+            return web.Response(status=reply.status, body=renamed, content_type=reply.content_type)
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
@@ -268,19 +270,19 @@ async def dated(server: FakeServer) -> AsyncIterator[str]:
         yield str(renaming.make_url("/v1"))
 
 
-async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(bench: Bench) -> None:
+async def test_dated_model_names_count_for_the_requested_model_after_a_resume(bench: Bench) -> None:
     refused = json.dumps([[{"text": "", "fault": "content_filter"}, "done"]])
     config = bench.config([row(0, refused)]).model_dump()
     config["run"]["model_budgets"] = {"fake": 5.0, "spare": 5.0}
     config["run"]["model_token_budgets"] = {"spare": 100_000}
-    async with dated(bench.server) as url:
+    async with rename_models(bench.server) as url:
         config["endpoint"] |= {
             "base_url": url,
             "prices": {"fake": PRICE, "spare": PRICE},
             "fallbacks": [{"model": "spare"}],
         }
         parsed = parse_config(config)
-        assert (await kit.run(parsed)).exit_code == 0
+        assert (await kit.run_config(parsed)).exit_code == 0
     (final,) = kit.final_rows(bench.out).values()
     assert final["served_models"] == ["spare-2025-08-07"]
     before, spent = bench.spent_before(parsed), bench.spent
@@ -291,7 +293,7 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
 
 
 @pytest.mark.parametrize(
-    ("served", "asked"),
+    ("served", "requested"),
     [
         ("gpt-5", "gpt-5"),
         ("gpt-5-2025-08-07", "gpt-5"),
@@ -304,22 +306,22 @@ async def test_a_fallbacks_longer_name_counts_for_its_own_budget_when_resumed(be
         ("", "gpt-5-mini"),
     ],
 )
-def test_the_name_that_was_asked_for(served: str, asked: str) -> None:
+def test_requested_name_of_a_served_model(served: str, requested: str) -> None:
     models = ("gpt-5", "gpt-5-mini", "anthropic/claude-haiku-4-5")
-    assert requested_name(served, "gpt-5-mini", models) == asked
+    assert requested_name(served, "gpt-5-mini", models) == requested
 
 
 UNITS = 60
-"""All of them in flight together, four to six calls each."""
+"""In flight together, with four to six calls each."""
 
 
 def units(count: int = UNITS) -> list[dict[str, Any]]:
-    return [kit.task(n, turns=3 + n % 3) for n in range(count)]
+    return [kit.make_task(n, turns=3 + n % 3) for n in range(count)]
 
 
 @pytest.fixture
 async def unit_costs(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> float:
-    """What a unit costs on average, in dollars."""
+    """The mean cost of a unit, in US dollars."""
     bench = Bench(tmp_path_factory.mktemp("known"), server)
     await bench.run(units(6))
     cost = bench.billed / 6
@@ -328,7 +330,9 @@ async def unit_costs(tmp_path_factory: pytest.TempPathFactory, server: FakeServe
 
 
 @pytest.mark.parametrize("worth", [4, 10, 30])
-async def test_begun_units_are_finished_first(bench: Bench, unit_costs: float, worth: int) -> None:
+async def test_started_units_are_finished_before_the_budget_ends(
+    bench: Bench, unit_costs: float, worth: int
+) -> None:
     budget = worth * unit_costs
     report = await bench.run(units(), budget_usd=budget, concurrency=UNITS)
     assert report.exit_code == 3
@@ -342,35 +346,34 @@ async def test_begun_units_are_finished_first(bench: Bench, unit_costs: float, w
 async def test_ray_workers_share_a_budget_and_the_limits(
     bench: Bench, unit_costs: float, cluster: dict[str, str]
 ) -> None:
-    budget, file, asked = 12 * unit_costs, bench.folder / "run.yaml", bench.server.requests
+    budget, file, before = 12 * unit_costs, bench.folder / "run.yaml", bench.server.requests
     config = bench.config(units(), budget_usd=budget, concurrency=UNITS, workers=2)
     file.write_text(to_yaml(config))
-    run = await kit.finish("--config", file, env=cluster)
-    assert run.process.returncode == 3, run.errors
+    run = await kit.finish_run("--config", file, env=cluster, code=3)
     assert bench.billed <= budget
     assert 6 <= run.report()["done"] <= 13
     assert bench.spent["run:usd"] == pytest.approx(bench.billed, abs=1e-6)
     (lane,) = json.loads((bench.out / "manifest.json").read_bytes())["rate_limits"]
-    requests = bench.server.requests - asked
+    requests = bench.server.requests - before
     assert lane["requests"] == {"clean": requests, "throttled": 0, "server_trouble": 0}
     assert lane["limits"][0] == [0.0, 32, "start"]
 
 
-MAKES = 40_000
-"""Output tokens of each answer of the model `endless`, unless the request allows fewer."""
+ANSWER_TOKENS = 40_000
+"""Output tokens of an answer of the model `endless`, unless the request allows fewer."""
 LIMIT = 200_000
 
 
 def endless(request: ServedRequest) -> dict[str, Any]:
-    """An answer that goes on until it is cut."""
-    most = min(MAKES, request.sampling.max_tokens or MAKES)
+    """An answer that is as long as the request allows."""
+    most = min(ANSWER_TOKENS, request.sampling.max_tokens or ANSWER_TOKENS)
     text = "x" * (4 * (most - 1))  # as this server counts
-    return {"text": text, "finish": "length" if most < MAKES else "stop"}
+    return {"text": text, "finish": "length" if most < ANSWER_TOKENS else "stop"}
 
 
 def endless_config(folder: Path, server: FakeServer, mode: str, **run: Any) -> RunConfig:
     prices = {"endless": {"input": 1.0, "output": 2.0}}
-    return kit.config(
+    return kit.make_config(
         folder,
         [{"id": f"t{n}", "prompt": f"Say {n}."} for n in range(12)],
         model={"name": "endless"},
@@ -383,13 +386,13 @@ def endless_config(folder: Path, server: FakeServer, mode: str, **run: Any) -> R
 @pytest.mark.parametrize(
     "budget", [{"budget_tokens": LIMIT}, {"budget_usd": 2e-6 * LIMIT}], ids=["tokens", "usd"]
 )
-async def test_a_model_that_makes_more_than_is_set_aside_cannot_pass_the_budget(
+async def test_long_answers_cannot_exceed_the_budget(
     tmp_path: Path, mode: str, budget: dict[str, float]
 ) -> None:
-    """Its answers are cut and continued, with a higher bound each time: all of it is set aside."""
+    """Answers are cut and continued with a higher bound each time, and each bound is reserved."""
     async with FakeServer(FakeConfig(plays={"endless": endless})) as server:
         config = endless_config(tmp_path, server, mode, **budget)
-        report = await kit.run(config)
+        report = await kit.run_config(config)
     assert report.exit_code == 3
     assert "budget is used up" in str(report.detail)
     read, made = tokens(server)
@@ -397,19 +400,21 @@ async def test_a_model_that_makes_more_than_is_set_aside_cannot_pass_the_budget(
     assert 2 * OUTPUT_MAX < spent <= LIMIT
     served = [entry for entry in server.entries if entry.outcome == "served"]
     assert OUTPUT_MAX in {entry.max_tokens for entry in served}
-    assert all(e.completion_tokens <= (e.max_tokens or 0) < MAKES for e in served)
+    assert all(e.completion_tokens <= (e.max_tokens or 0) < ANSWER_TOKENS for e in served)
     before = Bench(tmp_path, server).spent_before(config)
     if "budget_tokens" in budget:
         assert before["run:tokens"] == spent
-    else:  # answers of cached tokens, without their price: the most that they can have cost
+    else:  # cached tokens without a price count with their upper bound
         assert before["run:usd"] == pytest.approx(2000 * spent, rel=0.01)
 
 
 @pytest.mark.parametrize("budget", [{}, {"unit_budget_tokens": 500_000}], ids=["none", "unit"])
-async def test_rows_record_the_bound_that_was_sent(tmp_path: Path, budget: dict[str, int]) -> None:
+async def test_rows_record_the_max_tokens_that_was_sent(
+    tmp_path: Path, budget: dict[str, int]
+) -> None:
     async with FakeServer(FakeConfig(plays={"endless": lambda request: "done"})) as server:
         config = endless_config(tmp_path, server, "chat_completions", **budget)
-        assert (await kit.run(config)).exit_code == 0
+        assert (await kit.run_config(config)).exit_code == 0
     bound = OUTPUT_MAX if budget else None
     assert {entry.max_tokens for entry in server.entries} == {bound}
     rows = kit.final_rows(tmp_path / "run").values()

@@ -1,4 +1,4 @@
-"""Checkpoints of long rollouts, and setups that run once for all repeats."""
+"""Checkpoints of long rollouts, and setup scripts that run once for all repeats."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hermes_rl.testing import FakeServer
 
 TURNS = 30
 EVERY = 5
-COUNT = "export N=$((N+1)); mkdir -p d$N; cd d$N; echo $N >>/tmp/kept; wc -l </tmp/kept"
-LOCAL = ("--workers", "0", "--sandbox", "bubblewrap", "--max-turns", "40")
+COUNT_COMMAND = "export N=$((N+1)); mkdir -p d$N; cd d$N; echo $N >>/tmp/kept; wc -l </tmp/kept"
+BUBBLEWRAP = ("--workers", "0", "--sandbox", "bubblewrap", "--max-turns", "40")
 
 
 def episode(turns: int = TURNS, *, latency_s: float = 0.02, **more: Any) -> dict[str, Any]:
-    """A task whose every turn continues from the last one's folder, variable and file in /tmp."""
-    steps: list[Any] = [{"run": COUNT, "latency_s": latency_s} for _ in range(turns - 1)]
+    """A task in which each turn depends on the folder, variable and /tmp file of the one before."""
+    steps: list[Any] = [{"run": COUNT_COMMAND, "latency_s": latency_s} for _ in range(turns - 1)]
     deepest = "/".join(f"d{n}" for n in range(1, turns))
     return {
         "id": "long",
@@ -34,37 +34,31 @@ def episode(turns: int = TURNS, *, latency_s: float = 0.02, **more: Any) -> dict
 def arguments(
     folder: Path, server: FakeServer, rows: list[dict[str, Any]], *more: str
 ) -> list[str]:
-    dataset = kit.write(folder / "tasks.jsonl", rows)
-    return kit.played(dataset, folder / "run", server.base_url, *LOCAL, *more)
+    return kit.run_arguments(folder, rows, server, *BUBBLEWRAP, *more)
 
 
 def outputs(row: dict[str, Any]) -> list[str]:
-    """What the tool calls of a row printed."""
+    """The outputs of the tool calls of a row."""
     messages = [json.loads(text) for text in row["messages"]]
     return [json.loads(m["content"])["output"] for m in messages if m["role"] == "tool"]
 
 
 def resumed_turns(row: dict[str, Any]) -> float:
-    """Turns that a row took over from a checkpoint."""
+    """Turns that a rollout restored from a checkpoint."""
     return {m["name"]: m["value"] for m in row["metrics"]}.get("resumed_turns", 0.0)
 
 
 def failed(folder: Path) -> list[dict[str, Any]]:
-    return kit.table(folder / "run", "failures")
+    return kit.read_table(folder / "run", "failures")
 
 
 def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "checkpoints").glob("*/[0-9]*"))
 
 
-async def served(server: FakeServer, requests: int, run: kit.Process) -> None:
-    """Wait until the server got so many requests."""
-    await kit.wait_for(run, lambda: server.requests >= requests)
-
-
-async def killed_at(server: FakeServer, requests: int, *command: str) -> None:
-    run = await kit.launch(*command)
-    await served(server, requests, run)
+async def kill_at_request(server: FakeServer, requests: int, *command: str) -> None:
+    run = await kit.start_run(*command)
+    await kit.wait_for_requests(server, requests, run)
     kit.kill(run.pid)
     await run.wait()
 
@@ -73,15 +67,14 @@ async def killed_at(server: FakeServer, requests: int, *command: str) -> None:
 async def test_a_killed_episode_resumes_from_its_last_checkpoint(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    """Killed at turn 20 of 30, it repeats at most five turns; files, folder, variables,
-    /tmp and messages are those of an unbroken run, and every call is recorded once."""
+    """Killed at turn 20 of 30, it repeats at most five turns. Files, variables and messages equal
+    those of an undisturbed run, and every call is recorded once."""
     command = arguments(tmp_path, server, [episode()], "--checkpoint-turns", str(EVERY))
-    await killed_at(server, 20, *command)
+    await kill_at_request(server, 20, *command)
     before = server.requests
-    assert len(checkpoints(tmp_path)) == 1, "a later one takes the place of the earlier ones"
+    assert len(checkpoints(tmp_path)) == 1, "a later checkpoint replaces the earlier ones"
 
-    run = await kit.finish(*command)
-    assert run.process.returncode == 0, run.errors
+    await kit.finish_run(*command)
     assert server.requests - before <= TURNS - before + EVERY
     kit.check_usage(tmp_path / "run", server.entries)
     (row,) = kit.final_rows(tmp_path / "run").values()
@@ -90,21 +83,18 @@ async def test_a_killed_episode_resumes_from_its_last_checkpoint(
     marked = resumed_turns(row)
     assert marked % EVERY == 0
     assert marked >= before - 1 - EVERY
-    assert len(row["calls"]) == TURNS - marked, "its own calls alone"
+    assert len(row["calls"]) == TURNS - marked, "only the calls of this attempt"
     (lost,) = failed(tmp_path)
     assert lost["cause"] == "driver_lost"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.slow
-async def test_an_episode_that_is_killed_again_and_again(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_an_episode_survives_repeated_kills(tmp_path: Path, server: FakeServer) -> None:
     command = arguments(tmp_path, server, [episode()], "--checkpoint-turns", "3")
     for _ in range(3):
-        await killed_at(server, server.requests + 8, *command)
-    run = await kit.finish(*command)
-    assert run.process.returncode == 0, run.errors
+        await kill_at_request(server, server.requests + 8, *command)
+    await kit.finish_run(*command)
     kit.check_usage(tmp_path / "run", server.entries)
     (row,) = kit.final_rows(tmp_path / "run").values()
     assert (row["reward"], row["turns"]) == (1.0, TURNS)
@@ -114,11 +104,11 @@ async def test_an_episode_that_is_killed_again_and_again(
 
 @pytest.mark.slow
 async def test_a_retry_resumes_from_the_checkpoint(tmp_path: Path, server: FakeServer) -> None:
-    """Its sandbox dies; the run itself continues."""
+    """The sandbox is killed, not the run."""
     command = arguments(tmp_path, server, [episode()], "--checkpoint-turns", "2")
-    run = await kit.launch(*command)
-    await served(server, 12, run)
-    for pid in kit.bwrap_pids(tmp_path / "run"):
+    run = await kit.start_run(*command)
+    await kit.wait_for_requests(server, 12, run)
+    for pid in kit.sandbox_pids(tmp_path / "run"):
         kit.kill(pid)
     assert await run.wait() == 0, run.errors
     (row,) = kit.final_rows(tmp_path / "run").values()
@@ -133,39 +123,38 @@ async def test_a_damaged_checkpoint_starts_the_unit_again(
     damage: str, tmp_path: Path, server: FakeServer
 ) -> None:
     command = arguments(tmp_path, server, [episode()], "--checkpoint-turns", "5")
-    await killed_at(server, 12, *command)
+    await kill_at_request(server, 12, *command)
     (found,) = checkpoints(tmp_path)
     (found / damage).write_bytes(b"torn" * 200)
-    run = await kit.finish(*command)
-    assert run.process.returncode == 0, run.errors
+    await kit.finish_run(*command)
     (row,) = kit.final_rows(tmp_path / "run").values()
     assert (row["reward"], len(row["calls"])) == (1.0, TURNS)
     assert resumed_turns(row) == 0
 
 
 @pytest.mark.slow
-async def test_no_checkpoint_while_a_process_runs(tmp_path: Path, server: FakeServer) -> None:
-    """Nothing could bring the process back. The next turn without one is taken."""
+async def test_no_checkpoint_is_taken_while_a_process_runs(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """A process cannot be restored; the next turn without one gets the checkpoint."""
     steps = ["sleep 60 & echo $! >pid", "echo 2", "echo 3", "kill $(cat pid)", "echo 5", "echo 6"]
     script = [{"run": step, "latency_s": 0.1} for step in steps]
     script.append({"run": "echo 7", "latency_s": 1.0})
     row = {"id": "busy", "prompt": f"Work.\nSCRIPT: {json.dumps([*script, 'done'])}"}
     command = arguments(tmp_path, server, [row], "--checkpoint-turns", "1")
-    run = await kit.launch(*command)
-    await served(server, 4, run)
+    run = await kit.start_run(*command)
+    await kit.wait_for_requests(server, 4, run)
     assert checkpoints(tmp_path) == []
-    await served(server, 7, run)
+    await kit.wait_for_requests(server, 7, run)
     assert [path.name[:6] for path in checkpoints(tmp_path)] == ["000006"]
     assert await run.wait() == 0
 
 
 @pytest.mark.slow
-async def test_a_unit_budget_counts_what_was_spent_before(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    """A unit that may use what about 16 turns use does not get it twice."""
+async def test_unit_budget_includes_earlier_attempts(tmp_path: Path, server: FakeServer) -> None:
+    """A unit with a budget of about 16 turns does not get it again in the next attempt."""
     free = arguments(tmp_path, server, [episode()])
-    assert (await kit.finish(*free)).process.returncode == 0
+    await kit.finish_run(*free)
     (row,) = kit.final_rows(tmp_path / "run").values()
     calls = [c["input_tokens"] + c["output_tokens"] for c in row["calls"]]
     (tmp_path / "bounded").mkdir()
@@ -173,26 +162,25 @@ async def test_a_unit_budget_counts_what_was_spent_before(
     command = arguments(
         tmp_path / "bounded", server, [episode()], "--checkpoint-turns", "2", *bound
     )
-    await killed_at(server, server.requests + 10, *command)
-    run = await kit.finish(*command)
-    assert run.process.returncode == 1
+    await kill_at_request(server, server.requests + 10, *command)
+    await kit.finish_run(*command, code=1)
     last = next(r for r in failed(tmp_path / "bounded") if r["cause"] == "unit_budget")
     assert 12 <= last["turns"] <= 16
 
 
 async def test_a_setup_runs_once_for_all_repeats(tmp_path: Path, server: FakeServer) -> None:
-    """All repeats start from what it made, and none sees what another changed."""
-    steps = [{"run": "cat ready; echo x >>own; cat own"}, "done"]
+    """All repeats start from its result, and none sees the changes of another."""
+    steps = [{"run": "cat ready; echo x >>log; cat log"}, "done"]
     prompt = f"Look.\nSCRIPT: {json.dumps(steps)}"
-    row = episode(2, prompt=prompt, verify="test $(wc -l <$WORKSPACE/own) = 1")
-    config = kit.config(
+    row = episode(2, prompt=prompt, verify="test $(wc -l <$WORKSPACE/log) = 1")
+    config = kit.make_config(
         tmp_path,
         [row],
         endpoint={"base_url": server.base_url},
         sandbox={"backend": "bubblewrap"},
         dataset={"repeats": 8},
     )
-    assert (await kit.run(config)).exit_code == 0
+    assert (await kit.run_config(config)).exit_code == 0
     rows = list(kit.final_rows(tmp_path / "run").values())
     assert len(rows) == 8
     assert {row["reward"] for row in rows} == {1.0}
@@ -202,7 +190,7 @@ async def test_a_setup_runs_once_for_all_repeats(tmp_path: Path, server: FakeSer
 async def test_a_setup_that_leaves_a_process_runs_each_time(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    """No snapshot could hold the process."""
+    """A snapshot cannot contain the process."""
     steps = [{"run": "kill -0 $(cat pid) && cat ready"}, "done"]
     row = episode(
         2,
@@ -211,33 +199,33 @@ async def test_a_setup_that_leaves_a_process_runs_each_time(
         verify="true",
         repeats=4,
     )
-    config = kit.config(
+    config = kit.make_config(
         tmp_path,
         [row],
         endpoint={"base_url": server.base_url},
         sandbox={"backend": "bubblewrap"},
     )
-    assert (await kit.run(config)).exit_code == 0
+    assert (await kit.run_config(config)).exit_code == 0
     rows = list(kit.final_rows(tmp_path / "run").values())
     stamps = {tuple(outputs(row)) for row in rows}
     assert len(stamps) == 4
     assert all(stamp[0].strip().isdigit() for stamp in stamps)
 
 
-async def test_a_setup_that_fails_fails_every_repeat(tmp_path: Path, server: FakeServer) -> None:
+async def test_a_failing_setup_fails_every_repeat(tmp_path: Path, server: FakeServer) -> None:
     row = episode(2, setup="echo broken >&2; false", repeats=3)
-    config = kit.config(
+    config = kit.make_config(
         tmp_path,
         [row],
         endpoint={"base_url": server.base_url},
         sandbox={"backend": "bubblewrap"},
     )
-    assert (await kit.run(config)).exit_code == 1
+    assert (await kit.run_config(config)).exit_code == 1
     assert [row["cause"] for row in failed(tmp_path)] == ["task"] * 3
     assert all("broken" in row["error"] for row in failed(tmp_path))
     assert all(row["sandbox"] is not None for row in failed(tmp_path))
 
 
-def test_environments_have_no_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_are_refused_for_environments(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--checkpoint-turns works with datasets"):
-        kit.config(tmp_path, [episode()], env={"name": "gsm8k"}, run={"checkpoint_turns": 5})
+        kit.make_config(tmp_path, [episode()], env={"name": "gsm8k"}, run={"checkpoint_turns": 5})

@@ -1,4 +1,4 @@
-"""`hermes-rl run` as people type it: what is said, where, and with which exit code."""
+"""`hermes-rl run` as users type it: options, plan, imports and help."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from batch_runner import settle
 from hermes_rl.cli import main
 
 GOOD = '{"id": "a", "prompt": "Do it", "oracle": "echo 1 > x", "verify": "cd /workspace"}\n'
-FREE = ("--workers", "0", "--sandbox", "none", "--allow-unsandboxed")
+NO_SANDBOX = ("--workers", "0", "--sandbox", "none", "--allow-unsandboxed")
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def tasks(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_flags_before_set_before_file(
+def test_flags_override_set_which_overrides_the_file(
     tasks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -33,9 +33,9 @@ def test_flags_before_set_before_file(
     )
     more = ("--set", "run.concurrency=7", "--set", "run.workers=4", "--workers", "0")
     assert main(["run", "--config", str(file), *more, "--dry-run", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["concurrency"], said["workers"], said["units"]) == (7, 0, 2)
-    assert said["path"] == str(tmp_path / "file")
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["concurrency"], plan["workers"], plan["units"]) == (7, 0, 2)
+    assert plan["path"] == str(tmp_path / "file")
     assert not (tmp_path / "file").exists()
 
 
@@ -51,7 +51,7 @@ def test_flags_before_set_before_file(
         (200, ("--workers", "0"), None, True),
     ],
 )
-def test_small_work_is_done_in_this_process(
+def test_small_runs_use_this_process(
     units: int,
     more: tuple[str, ...],
     cluster: str | None,
@@ -69,26 +69,26 @@ def test_small_work_is_done_in_this_process(
     assert (json.loads(capsys.readouterr().out)["workers"] == 0) is in_process
 
 
-@pytest.mark.parametrize("asked", [FREE[:2], ()])
-def test_a_run_without_workers_loads_only_what_it_uses(
-    asked: tuple[str, ...], tasks: str, tmp_path: Path
+@pytest.mark.parametrize("workers", [NO_SANDBOX[:2], ()])
+def test_a_run_in_this_process_imports_no_unused_packages(
+    workers: tuple[str, ...], tasks: str, tmp_path: Path
 ) -> None:
-    assert FREE[:2] == ("--workers", "0")
+    assert NO_SANDBOX[:2] == ("--workers", "0")
     code = (
         "import sys\nfrom hermes_rl.cli import main\n"
         f"code = main(['run', {tasks!r}, '--model', 'noop', '--out', {str(tmp_path / 'r')!r}, "
-        f"*{(*asked, *FREE[2:])!r}])\n"
+        f"*{(*workers, *NO_SANDBOX[2:])!r}])\n"
         "late = {'ray', 'pandas', 'hermes_rl.segments', 'hermes_rl.models.tokens.renderer'}\n"
         "late.add('hermes_rl.rl.groups')\n"
         "late &= set(sys.modules)\nassert not late, late\nsys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said = "running in this process: fewer than 200 units (--workers N starts Ray)"
-    assert (said in done.stderr) is (not asked)
+    note = "running in this process: fewer than 200 units (--workers N starts Ray)"
+    assert (note in done.stderr) is (not workers)
 
 
-def test_help_is_light_and_has_an_example() -> None:
+def test_help_imports_no_heavy_packages() -> None:
     code = (
         "import sys, time\nfrom hermes_rl.cli import main\nmain(sys.argv[1:])\n"
         "heavy = {'ray', 'pyarrow', 'pandas', 'pydantic', 'aiohttp'} & set(sys.modules)\n"
@@ -101,9 +101,9 @@ def test_help_is_light_and_has_an_example() -> None:
         assert "Example: hermes-rl run" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("name", ["plain", "two words", "it's $HOME"])
-def test_the_command_that_resumes_can_be_pasted(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["plain", "two arguments", "it's $HOME"])
+def test_the_resume_command_is_quoted_for_the_shell(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
-    config = kit.config(tmp_path, [], model={"name": "noop"}, run={"out": str(out)})
-    words = shlex.split(settle(config).resume)
-    assert words == ["hermes-rl", "run", "--config", f"{out}/run.yaml"]
+    config = kit.make_config(tmp_path, [], model={"name": "noop"}, run={"out": str(out)})
+    arguments = shlex.split(settle(config).resume)
+    assert arguments == ["hermes-rl", "run", "--config", f"{out}/run.yaml"]

@@ -1,4 +1,4 @@
-"""The dispatcher with workers that are told what to do, through the protocols that it meets."""
+"""The dispatcher with scripted workers, through its protocols."""
 
 import asyncio
 import fcntl
@@ -40,46 +40,41 @@ def item(number: int = 0, *, alone: bool = False) -> WorkItem:
     )  # fmt: skip
 
 
-def receipt(of: WorkItem) -> Receipt:
+def receipt_of(item: WorkItem) -> Receipt:
     return Receipt(
-        unit_id=of.unit_id, epoch=1, attempt=0, writer="1-1", task_id="t", repeat=0, status="ok",
+        unit_id=item.unit_id, epoch=1, attempt=0, writer="1-1", task_id="t", repeat=0, status="ok",
         end_reason="answered", cause=None, reward=1.0, turns=1, usage=UsageTotal(), cost_usd=None,
         unpriced_calls=0, seconds=0.0,
     )  # fmt: skip
 
 
-def block(seconds: float) -> None:
-    """Nothing else of this process runs meanwhile."""
-    time.sleep(seconds)
-
-
 @dataclass
 class Worker:
-    """Finishes what it is given at once, after `hold` where it has one; one that is `mortal` dies
-    of it instead, one that is `slow` publishes for ever."""
+    """Finishes attempts at once, or when `hold` is set; a `mortal` one dies instead, and a `slow`
+    one never finishes publishing."""
 
     writer: str
     mortal: bool = False
-    stops_driver_s: float = 0.0
-    """For so long nothing else runs before it ends."""
+    blocks_driver_s: float = 0.0
+    """Time for which the driver does not run before the worker ends."""
     slow: bool = False
     hold: asyncio.Event | None = None
     publishing: asyncio.Event = field(default_factory=asyncio.Event)
     killed: bool = False
     closed: bool = False
-    given: asyncio.Queue[WorkItem] = field(default_factory=asyncio.Queue)
+    items: asyncio.Queue[WorkItem] = field(default_factory=asyncio.Queue)
 
     async def send(self, item: WorkItem) -> None:
-        self.given.put_nowait(item)
+        self.items.put_nowait(item)
 
     async def poll(self) -> Reply:
-        got = await self.given.get()
+        got = await self.items.get()
         if self.hold is not None:
             await self.hold.wait()
-        block(self.stops_driver_s)
+        time.sleep(self.blocks_driver_s)  # noqa: ASYNC251  it blocks the driver's event loop
         if self.mortal:
             raise WorkerLost("it died")
-        return Reply(receipts=(receipt(got),))
+        return Reply(receipts=(receipt_of(got),))
 
     async def close(self) -> Reply:
         self.publishing.set()
@@ -93,29 +88,29 @@ class Worker:
 
 
 @dataclass
-class Rig:
-    """Factory, driver, listener and source in one."""
+class Scenario:
+    """Worker factory, driver, listener and source in one."""
 
     workers: dict[int, Worker] = field(default_factory=dict)
-    """By number; another one is made where there is none."""
+    """By number; others are created on demand."""
     refused: dict[int, Exception] = field(default_factory=dict)
     """Starts that fail."""
     unfenced: dict[str, StoreError] = field(default_factory=dict)
     """Recoveries that fail."""
-    left: list[WorkItem] = field(default_factory=lambda: [item()])
+    open_items: list[WorkItem] = field(default_factory=lambda: [item()])
     recovered: list[tuple[str, str]] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
-    given_back: dict[str, str] = field(default_factory=dict)
+    left_open: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[tuple[str, str]] = field(default_factory=list)
     sent: dict[str, dict[str, WorkItem]] = field(default_factory=dict)
     epoch: int = 1
     started: int = 0
-    most: int = 0
-    """Workers at once."""
+    peak: int = 0
+    """The highest number of workers at the same time."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """A start was tried, or a fault was told."""
+    """A start was tried, or a fault was reported."""
     halted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self, worker: int, capacity: int) -> Worker:
@@ -124,7 +119,7 @@ class Rig:
         if worker in self.refused:
             raise self.refused[worker]
         made = self.workers.setdefault(worker, Worker(f"1-{worker}"))
-        self.most = max(self.most, sum(not w.closed for w in self.workers.values()))
+        self.peak = max(self.peak, sum(not w.closed for w in self.workers.values()))
         return made
 
     def dispatch(self, item: WorkItem, writer: str) -> None:
@@ -134,7 +129,7 @@ class Rig:
         if writer in self.unfenced:
             raise self.unfenced[writer]
         self.recovered.append((writer, cause))
-        self.left += [again for again in self.sent.pop(writer, {}).values()]
+        self.open_items += [again for again in self.sent.pop(writer, {}).values()]
         self.changed.set()
         return []
 
@@ -151,13 +146,13 @@ class Rig:
         self.moved.set()
 
     async def next(self) -> WorkItem | None:
-        while not self.left and (any(self.sent.values()) or self.waiting):
+        while not self.open_items and (any(self.sent.values()) or self.waiting):
             self.changed.clear()
             await self.changed.wait()
-        if not self.left:
+        if not self.open_items:
             return None
-        self.waiting += self.left[-1].alone
-        return self.left.pop()
+        self.waiting += self.open_items[-1].alone
+        return self.open_items.pop()
 
     waiting: int = 0
     """Attempts that run alone and have not ended."""
@@ -173,7 +168,7 @@ class Rig:
         self.changed.set()
 
     async def leave(self, unit_id: str, reason: str) -> None:
-        self.given_back[unit_id] = reason
+        self.left_open[unit_id] = reason
         for units in self.sent.values():
             units.pop(unit_id, None)
         self.waiting = 0
@@ -186,81 +181,83 @@ class Rig:
 
     async def run(self, workers: int = 2, concurrency: int = 2, lease_s: float = 30.0) -> None:
         async with asyncio.timeout(30):
-            rig: Any = self
+            scenario: Any = self
             fleet = Fleet(workers, concurrency, 1, lease_s)
-            await Dispatcher(self.start, rig, fleet, self).run(rig)
+            await Dispatcher(self.start, scenario, fleet, self).run(scenario)
 
 
-async def test_a_worker_that_is_cut_while_it_publishes_is_killed_and_recovered() -> None:
-    """A second Ctrl-C at the very end: what the worker finished is published all the same."""
-    rig = Rig(workers={n: Worker(f"1-{n}", slow=True) for n in (1, 2)})
-    run = asyncio.create_task(rig.run())
-    await asyncio.gather(*(worker.publishing.wait() for worker in rig.workers.values()))
+async def test_workers_cancelled_while_publishing_are_killed_and_recovered() -> None:
+    """At a second Ctrl-C during the last step, finished attempts are still published."""
+    scenario = Scenario(workers={n: Worker(f"1-{n}", slow=True) for n in (1, 2)})
+    run = asyncio.create_task(scenario.run())
+    await asyncio.gather(*(worker.publishing.wait() for worker in scenario.workers.values()))
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert len(rig.received) == 1
-    assert all(worker.killed for worker in rig.workers.values())
-    assert sorted(rig.recovered) == [("1-1", "interrupted"), ("1-2", "interrupted")]
+    assert len(scenario.received) == 1
+    assert all(worker.killed for worker in scenario.workers.values())
+    assert sorted(scenario.recovered) == [("1-1", "interrupted"), ("1-2", "interrupted")]
 
 
-async def test_a_replacement_that_cannot_start_is_tried_again_while_others_go_on() -> None:
+async def test_a_failed_worker_start_is_retried_while_others_work() -> None:
     hold = asyncio.Event()
-    rig = Rig(
+    scenario = Scenario(
         workers={1: Worker("1-1", mortal=True), 2: Worker("1-2", hold=hold)},
-        refused={3: UserError("no room"), 4: UserError("no room")},
-        left=[item(n) for n in range(6)],
+        refused={3: UserError("no memory"), 4: UserError("no memory")},
+        open_items=[item(n) for n in range(6)],
     )
-    run = asyncio.create_task(rig.run())
-    await rig.until(lambda: rig.started == 5)
+    run = asyncio.create_task(scenario.run())
+    await scenario.until(lambda: scenario.started == 5)
     assert not run.done()
     hold.set()
     await run
-    assert Counter(rig.received) == Counter(item(n).unit_id for n in range(6))
-    assert rig.faults == []
-    assert not rig.workers[2].killed
-    assert rig.notes[1] == (
-        "worker 1-3 could not be started (no room); 1 still running, next try in 0.5 s"
+    assert Counter(scenario.received) == Counter(item(n).unit_id for n in range(6))
+    assert scenario.faults == []
+    assert not scenario.workers[2].killed
+    assert scenario.notes[1] == (
+        "worker 1-3 could not be started (no memory); 1 still running, next try in 0.5 s"
     )
-    assert ("1-3", "worker_lost") in rig.recovered, "what it left in the journal stays"
+    assert ("1-3", "worker_lost") in scenario.recovered, "its journal is recovered"
 
 
-async def test_a_worker_that_ended_while_the_driver_did_not_run_died_of_nothing() -> None:
-    """The driver was stopped for longer than the lease, as by Ctrl-Z: its units are not to blame,
-    and never given up for it."""
-    rig = Rig(workers={1: Worker("1-1", mortal=True, stops_driver_s=0.5)})
-    await rig.run(workers=1, concurrency=1, lease_s=0.4)
-    assert ("1-1", "driver_lost") in rig.recovered
-    assert any("this process did not run for" in note for note in rig.notes)
-    died = Rig(workers={1: Worker("1-1", mortal=True)})
+async def test_workers_that_end_while_the_driver_is_suspended_count_as_driver_lost() -> None:
+    """The driver was suspended for longer than the lease, as by Ctrl-Z. No unit is given up for
+    that."""
+    scenario = Scenario(workers={1: Worker("1-1", mortal=True, blocks_driver_s=0.5)})
+    await scenario.run(workers=1, concurrency=1, lease_s=0.4)
+    assert ("1-1", "driver_lost") in scenario.recovered
+    assert any("this process did not run for" in note for note in scenario.notes)
+    died = Scenario(workers={1: Worker("1-1", mortal=True)})
     await died.run(workers=1, concurrency=1)
     assert ("1-1", "worker_lost") in died.recovered
 
 
-async def test_the_run_ends_when_no_worker_is_left_and_none_can_be_started() -> None:
-    rig = Rig(
+async def test_the_run_stops_when_no_worker_can_be_started() -> None:
+    scenario = Scenario(
         workers={1: Worker("1-1", mortal=True)},
-        refused={n: UserError("no room") for n in range(2, 100)},
+        refused={n: UserError("no memory") for n in range(2, 100)},
     )
-    await rig.run(workers=1, concurrency=1)
-    assert rig.started == 1 + START_TRIES
-    assert rig.faults == [
-        ("worker_lost", "no worker is left, and none can be started (no room)"),
+    await scenario.run(workers=1, concurrency=1)
+    assert scenario.started == 1 + START_TRIES
+    assert scenario.faults == [
+        ("worker_lost", "no worker is left, and none can be started (no memory)"),
     ]
 
 
-async def test_what_no_worker_can_do_is_an_error_at_once() -> None:
-    rig = Rig(refused={n: UserError("no such run") for n in (1, 2)})
+async def test_an_error_of_every_first_start_is_raised() -> None:
+    scenario = Scenario(refused={n: UserError("no such run") for n in (1, 2)})
     with pytest.raises(UserError, match="no such run"):
-        await rig.run()
-    assert rig.faults == []
+        await scenario.run()
+    assert scenario.faults == []
 
 
-async def test_a_start_that_takes_long_does_not_hold_up_the_end() -> None:
-    rig = Rig(workers={1: Worker("1-1", mortal=True)}, left=[item(n) for n in range(3)])
-    start, cancelled = rig.start, []
+async def test_a_slow_worker_start_is_cancelled_at_the_end() -> None:
+    scenario = Scenario(
+        workers={1: Worker("1-1", mortal=True)}, open_items=[item(n) for n in range(3)]
+    )
+    start, cancelled = scenario.start, []
 
-    async def endless(worker: int, capacity: int) -> Worker:
+    async def hang_at_third(worker: int, capacity: int) -> Worker:
         if worker != 3:
             return await start(worker, capacity)
         try:
@@ -270,80 +267,80 @@ async def test_a_start_that_takes_long_does_not_hold_up_the_end() -> None:
             raise
         raise AssertionError
 
-    rig.start = endless  # type: ignore[method-assign]
-    await rig.run()
-    assert len(rig.received) == 3
+    scenario.start = hang_at_third  # type: ignore[method-assign]
+    await scenario.run()
+    assert len(scenario.received) == 3
     assert cancelled == [3]
-    assert ("1-3", "worker_lost") in rig.recovered
+    assert ("1-3", "worker_lost") in scenario.recovered
 
 
-async def test_a_run_that_is_stopped_waits_for_no_worker_that_cannot_start() -> None:
+async def test_a_stopped_run_does_not_wait_for_worker_starts() -> None:
     """The first Ctrl-C while all workers are lost."""
-    rig = Rig(
+    scenario = Scenario(
         workers={1: Worker("1-1", mortal=True)},
-        refused={n: UserError("no room") for n in range(2, 100)},
+        refused={n: UserError("no memory") for n in range(2, 100)},
     )
-    run = asyncio.create_task(rig.run(workers=1, concurrency=1))
-    await rig.until(lambda: rig.started == 2)
-    rig.halted.set()
+    run = asyncio.create_task(scenario.run(workers=1, concurrency=1))
+    await scenario.until(lambda: scenario.started == 2)
+    scenario.halted.set()
     await run
-    assert (rig.started, rig.faults) == (2, [])
+    assert (scenario.started, scenario.faults) == (2, [])
 
 
-async def test_a_worker_that_cannot_be_fenced_keeps_its_units_and_no_others() -> None:
-    rig = Rig(
+async def test_units_of_an_unfenced_worker_wait_for_the_next_start() -> None:
+    scenario = Scenario(
         workers={1: Worker("1-1", mortal=True)},
         unfenced={"1-1": NotFenced("writer 1-1 (process 7 on there) still runs; stop it first")},
-        left=[item(n) for n in range(6)],
+        open_items=[item(n) for n in range(6)],
     )
-    await rig.run()
-    assert len(rig.given_back) == 1
-    assert {*rig.received, *rig.given_back} == {item(n).unit_id for n in range(6)}
-    assert rig.faults == []
-    assert any("1 units wait for the next start" in note for note in rig.notes)
+    await scenario.run()
+    assert len(scenario.left_open) == 1
+    assert {*scenario.received, *scenario.left_open} == {item(n).unit_id for n in range(6)}
+    assert scenario.faults == []
+    assert any("1 units wait for the next start" in note for note in scenario.notes)
 
 
-async def test_a_damaged_journal_stops_the_run_and_ends_no_other_rollout() -> None:
+async def test_a_damaged_journal_stops_the_run_after_running_rollouts() -> None:
     hold = asyncio.Event()
-    rig = Rig(
+    scenario = Scenario(
         workers={1: Worker("1-1", mortal=True), 2: Worker("1-2", hold=hold)},
         unfenced={"1-1": StoreError("live-0.jsonl is damaged")},
-        left=[item(n) for n in range(9)],
+        open_items=[item(n) for n in range(9)],
     )
-    run = asyncio.create_task(rig.run())
-    await rig.until(lambda: bool(rig.faults))
+    run = asyncio.create_task(scenario.run())
+    await scenario.until(lambda: bool(scenario.faults))
     hold.set()
     await run
-    assert rig.faults == [("journal", "live-0.jsonl is damaged")]
-    assert len(rig.received) == 1
-    assert rig.workers[2].closed
+    assert scenario.faults == [("journal", "live-0.jsonl is damaged")]
+    assert len(scenario.received) == 1
+    assert scenario.workers[2].closed
 
 
-async def test_units_that_run_alone_share_two_workers() -> None:
-    rig = Rig(left=[item(n, alone=True) for n in range(7)])
-    await rig.run()
-    assert len(rig.received) == 7
-    assert rig.started == 2 + 7, "each has a fresh one"
-    assert rig.most <= 2 + ALONE_SLOTS
+async def test_isolated_units_share_two_extra_slots() -> None:
+    scenario = Scenario(open_items=[item(n, alone=True) for n in range(7)])
+    await scenario.run()
+    assert len(scenario.received) == 7
+    assert scenario.started == 2 + 7, "each has a fresh one"
+    assert scenario.peak <= 2 + ALONE_SLOTS
 
 
-async def test_a_unit_that_no_worker_can_be_started_for_is_left_to_the_next_start() -> None:
-    rig = Rig(
-        refused={n: UserError("no room") for n in range(3, 99)},
-        left=[item(0), item(1, alone=True)],
+async def test_an_isolated_unit_without_a_worker_waits_for_the_next_start() -> None:
+    scenario = Scenario(
+        refused={n: UserError("no memory") for n in range(3, 99)},
+        open_items=[item(0), item(1, alone=True)],
     )
-    await rig.run()
-    assert rig.received == [item(0).unit_id]
-    assert rig.given_back == {
-        item(1).unit_id: "no worker of its own could be started for a unit (no room)"
+    await scenario.run()
+    assert scenario.received == [item(0).unit_id]
+    assert scenario.left_open == {
+        item(1).unit_id: "no worker of its own could be started for a unit (no memory)"
     }
 
 
-async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_done(
+async def test_an_unfenced_remote_worker_stops_the_run_after_all_other_units(
     tmp_path: Path,
 ) -> None:
-    """The worker is on another machine, stopped, and still holds its journal when its lease is
-    over. The next start hands its unit out again."""
+    """The worker is suspended and still holds its journal after its lease. The next start runs its
+    unit again."""
     alive = tmp_path / "run" / "journal" / "1-1" / "alive"
     there = ProcessId(pid=7, started=1, host="there", boot="b", lease_s=0.2)
     options = OpenOptions(grace_s=0.2)
@@ -353,7 +350,7 @@ async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_d
         reader = UnitReader(read_rows(rows), HASH, repeats=1)
         return RunSource(Plan(reader, driver.ledger, epoch=driver.epoch), driver, Sink())
 
-    rig = Rig(workers={1: Worker("1-1", mortal=True)})
+    scenario = Scenario(workers={1: Worker("1-1", mortal=True)})
     async with await open_run(tmp_path / "run", {}, None, options) as driver:
         alive.parent.mkdir()
         with alive.open("wb") as held:
@@ -362,7 +359,7 @@ async def test_a_run_stops_for_a_worker_that_cannot_be_fenced_once_all_else_is_d
             fcntl.flock(held, fcntl.LOCK_EX)
             source = make_source(driver)
             async with asyncio.timeout(30):
-                await Dispatcher(rig.start, driver, Fleet(2, 2), rig).run(source)
+                await Dispatcher(scenario.start, driver, Fleet(2, 2), scenario).run(source)
             assert source.stop is not None
             assert source.stop.cause == "worker_lost"
             assert "writer 1-1 (process 7 on there) still runs" in source.stop.detail

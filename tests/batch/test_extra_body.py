@@ -1,4 +1,4 @@
-"""Body fields of the user's own: on every wire, in the rows, part of what a run is."""
+"""`extra_body` and sampling: on every wire, in the rows, and in the identity of a run."""
 
 import json
 from contextlib import suppress
@@ -15,7 +15,8 @@ from hermes_rl.errors import ModelError, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models import DIALECTS, Conversation, Endpoint, ModelRequest, Sampling, connect
 from hermes_rl.models.providers import other_targets, targets_by_model
-from hermes_rl.models.wire import OWN, Quirks
+from hermes_rl.models.wire import OWN as CLIENT_FIELDS
+from hermes_rl.models.wire import Quirks
 from hermes_rl.testing import Connection, FakeConfig, FakeServer, Incoming
 from hermes_rl.text import encode_json
 
@@ -23,8 +24,8 @@ PINNED = {"provider": {"order": ["one", "two"], "allow_fallbacks": False}, "serv
 OTHER = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-class Keeping(FakeServer):
-    """Keeps the bodies that came."""
+class RecordingServer(FakeServer):
+    """Keeps the bodies of all requests."""
 
     def __init__(self, config: FakeConfig | None = None) -> None:
         super().__init__(config)
@@ -47,18 +48,18 @@ def config(model: Any, endpoint: Any = None, **sections: Any) -> RunConfig:
     )
 
 
-ONE_WAY_EACH = list(zip(DIALECTS, ("http", "sdk", "http"), strict=True))
+MODES_AND_TRANSPORTS = list(zip(DIALECTS, ("http", "sdk", "http"), strict=True))
 
 
-@pytest.mark.parametrize(("mode", "transport"), ONE_WAY_EACH)
-async def test_every_request_holds_the_fields_and_every_row_says_so(
+@pytest.mark.parametrize(("mode", "transport"), MODES_AND_TRANSPORTS)
+async def test_extra_body_is_sent_with_every_request_and_recorded(
     tmp_path: Path, mode: str, transport: str
 ) -> None:
-    """The first model is not there, so that a fallback with fields of its own is asked too."""
-    async with Keeping(FakeConfig(models=("fake",))) as server:
-        made = kit.config(
+    """The first model does not exist, so that a fallback with its own fields is called, too."""
+    async with RecordingServer(FakeConfig(models=("fake",))) as server:
+        made = kit.make_config(
             tmp_path,
-            [kit.task(1)],
+            [kit.make_task(1)],
             model={"name": "gone", "extra_body": PINNED},
             endpoint={
                 "base_url": server.base_url,
@@ -67,7 +68,7 @@ async def test_every_request_holds_the_fields_and_every_row_says_so(
                 "fallbacks": [{"model": "fake", "extra_body": OTHER}],
             },
         )
-        report = await kit.run(made)
+        report = await kit.run_config(made)
         assert report.exit_code == 0
         first, *others = server.bodies
     assert first == {**first, **PINNED}
@@ -82,30 +83,30 @@ async def test_every_request_holds_the_fields_and_every_row_says_so(
 TASKS = [{"prompt": f"Task {number}."} for number in range(3)]
 
 
-async def rows_of(
+async def run_tasks(
     tmp_path: Path, server: FakeServer, model: dict[str, Any], **agent: Any
 ) -> tuple[list[dict[str, Any]], Any]:
     """The rows and the report of a run of three tasks."""
     out, endpoint = tmp_path / "run", {"base_url": server.base_url}
-    made = kit.config(
+    made = kit.make_config(
         tmp_path, TASKS, model=model, agent=agent, endpoint=endpoint, run={"concurrency": 1}
     )
-    report = await kit.run(made)
-    return [*kit.table(out, "trajectories"), *kit.table(out, "failures")], report
+    report = await kit.run_config(made)
+    return [*kit.read_table(out, "trajectories"), *kit.read_table(out, "failures")], report
 
 
-async def test_only_sampling_that_was_set_is_sent_and_recorded(tmp_path: Path) -> None:
-    async with Keeping() as server:
-        rows, _ = await rows_of(tmp_path, server, {})
+async def test_only_configured_sampling_is_sent_and_recorded(tmp_path: Path) -> None:
+    async with RecordingServer() as server:
+        rows, _ = await run_tasks(tmp_path, server, {})
     names = {"seed", "temperature", "top_p", "top_k", "stop", "max_tokens"}
     assert [body.keys() & names for body in server.bodies] == [set()] * len(server.bodies)
     assert {row["sampling"] for row in rows} == {"{}"}
-    assert len({row["seed"] for row in rows}) == 3  # of the units, for what is drawn
+    assert len({row["seed"] for row in rows}) == 3
 
 
-async def test_a_seed_top_k_and_stop_texts_are_sent_where_they_are_set(tmp_path: Path) -> None:
-    async with Keeping() as server:
-        rows, _ = await rows_of(tmp_path, server, {"top_k": 20, "stop": "END"}, seed=3)
+async def test_seed_top_k_and_stop_are_sent_when_set(tmp_path: Path) -> None:
+    async with RecordingServer() as server:
+        rows, _ = await run_tasks(tmp_path, server, {"top_k": 20, "stop": "END"}, seed=3)
     sent = [(body["seed"], body["top_k"], body["stop"]) for body in server.bodies]
     assert {(top_k, *stop) for _, top_k, stop in sent} == {(20, "END")}
     assert {seed for seed, _, _ in sent} == {row["seed"] for row in rows}
@@ -114,11 +115,11 @@ async def test_a_seed_top_k_and_stop_texts_are_sent_where_they_are_set(tmp_path:
         assert json.loads(row["sampling"]) == wanted
 
 
-async def test_a_seed_that_the_endpoint_refuses_costs_one_request_and_is_reported(
+async def test_a_refused_seed_costs_one_request_and_is_reported(
     tmp_path: Path,
 ) -> None:
-    async with Keeping() as server:
-        rows, report = await rows_of(tmp_path, server, {"name": "fault-seed"}, seed=3)
+    async with RecordingServer() as server:
+        rows, report = await run_tasks(tmp_path, server, {"name": "fault-seed"}, seed=3)
     assert ["seed" in body for body in server.bodies] == [True, False, False, False]
     assert [(row["status"], row["sampling"]) for row in rows] == [("ok", "{}")] * 3
     assert sorted(len(row["calls"]) for row in rows) == [1, 1, 2]
@@ -126,16 +127,16 @@ async def test_a_seed_that_the_endpoint_refuses_costs_one_request_and_is_reporte
     assert "not sent, since the endpoint refused it: seed (3 attempts)" in "\n".join(report.lines())
 
 
-async def test_exact_sampling_that_is_refused_fails_and_says_by_what(tmp_path: Path) -> None:
-    async with Keeping() as server:
-        rows, _ = await rows_of(tmp_path, server, {"name": "fault-sampling"}, preset="rl")
+async def test_refused_exact_sampling_fails_and_names_the_parameters(tmp_path: Path) -> None:
+    async with RecordingServer() as server:
+        rows, _ = await run_tasks(tmp_path, server, {"name": "fault-sampling"}, preset="rl")
     assert {row["cause"] for row in rows} == {"model_protocol"}
     assert all("temperature, top_k, top_p" in row["error"] for row in rows)
     wanted = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     assert [json.loads(row["sampling"]) for row in rows] == [wanted] * len(rows)
 
 
-def test_runs_without_the_newer_sampling_keys_are_what_they_were() -> None:
+def test_unset_sampling_keys_do_not_change_the_identity() -> None:
     plain = identity_of(config({}))
     assert not {"top_k", "stop"} & plain["model"].keys()
     assert (plain["model"]["seed"], plain["agent"]["seed"]) == (None, 0)
@@ -147,7 +148,7 @@ def test_runs_without_the_newer_sampling_keys_are_what_they_were() -> None:
     }
 
 
-def test_the_fields_are_part_of_what_a_run_is_where_there_are_any() -> None:
+def test_extra_body_is_part_of_the_identity() -> None:
     plain = identity_of(config({}))
     assert "extra_body" not in plain["model"]
     assert identity_of(config({"extra_body": {}})) == plain
@@ -155,19 +156,21 @@ def test_the_fields_are_part_of_what_a_run_is_where_there_are_any() -> None:
     assert pinned["model"]["extra_body"] == {"fake": PINNED}
     mixed = {"mix": {"a": 1, "b": 1, "c": 1}, "extra_body": PINNED}
     places = {"b": {"extra_body": OTHER}, "c": {"base_url": "http://127.0.0.1:8/v1"}}
-    said = identity_of(config({**mixed, "name": "mix"}, {"places": places}))["model"]["extra_body"]
-    assert said == {"a": PINNED, "b": OTHER}
+    merged = identity_of(config({**mixed, "name": "mix"}, {"places": places}))["model"][
+        "extra_body"
+    ]
+    assert merged == {"a": PINNED, "b": OTHER}
     fallback = [{"model": "d", "extra_body": OTHER}]
     assert identity_of(config({"extra_body": PINNED}, {"fallbacks": fallback})) == pinned
 
 
-def test_who_is_elsewhere_has_fields_of_its_own() -> None:
+def test_extra_body_is_not_sent_to_other_endpoints() -> None:
     made = config(
         {"extra_body": PINNED},
         {
             "fallbacks": [
                 "here",
-                {"model": "own", "extra_body": OTHER},
+                {"model": "custom", "extra_body": OTHER},
                 {"model": "none", "extra_body": {}},
                 {"model": "away", "base_url": "http://127.0.0.1:8/v1"},
             ]
@@ -198,7 +201,7 @@ def test_who_is_elsewhere_has_fields_of_its_own() -> None:
         ("anthropic_messages", "thinking", "Use model.reasoning"),
     ],
 )
-def test_fields_of_our_own_are_refused(mode: str, field: str, hint: str) -> None:
+def test_extra_body_may_not_contain_fields_of_the_client(mode: str, field: str, hint: str) -> None:
     for made in (
         config({"extra_body": {field: 1}}, {"api_mode": mode}),
         config({}, {"fallbacks": [{"model": "m", "api_mode": mode, "extra_body": {field: 1}}]}),
@@ -210,28 +213,28 @@ def test_fields_of_our_own_are_refused(mode: str, field: str, hint: str) -> None
         )
 
 
-def test_what_another_dialect_writes_is_free() -> None:
+def test_extra_body_may_contain_fields_of_other_dialects() -> None:
     for extra in ({"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "low"}}):
         made = config({"extra_body": extra})
         assert targets_by_model(made)["fake"][0].extra == extra
 
 
-@pytest.mark.parametrize("given", [{"a": float("nan")}, {"a": {1, 2}}, {"a": b"x"}, ["a"]])
-def test_only_what_json_can_hold(given: Any) -> None:
+@pytest.mark.parametrize("value", [{"a": float("nan")}, {"a": {1, 2}}, {"a": b"x"}, ["a"]])
+def test_extra_body_must_be_json(value: Any) -> None:
     with pytest.raises(UserError, match=r"'model\.extra_body"):
-        config({"extra_body": given})
+        config({"extra_body": value})
 
 
-def test_names_are_texts_as_on_the_wire() -> None:
+def test_extra_body_keys_become_strings() -> None:
     """YAML reads `yes:` as a truth value and `1:` as a number."""
-    given = yaml.safe_load("logit_bias: {1: 2}\nkwargs: [{yes: 1, null: 2}]")
-    extra = config({"extra_body": given}).model.extra_body
+    value = yaml.safe_load("logit_bias: {1: 2}\nkwargs: [{yes: 1, null: 2}]")
+    extra = config({"extra_body": value}).model.extra_body
     assert extra == {"logit_bias": {"1": 2}, "kwargs": [{"true": 1, "null": 2}]}
     assert json.loads(encode_json(extra)) == extra
 
 
 @pytest.mark.parametrize("name", ["api_key", "Authorization", "x-api-key"])
-def test_keys_have_no_place_in_it(name: str) -> None:
+def test_extra_body_may_not_contain_api_keys(name: str) -> None:
     for extra in ({name: "sk-secret"}, {"router": [{"inner": {name: "sk-secret"}}]}):
         for made in ({"extra_body": extra}, {}):
             with pytest.raises(UserError, match=f"extra_body holds '{name.lower()}'") as caught:
@@ -240,8 +243,8 @@ def test_keys_have_no_place_in_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", list(DIALECTS))
-async def test_the_list_of_our_own_fields_is_whole(mode: str) -> None:
-    """A request with all that there is writes no field that users could write too."""
+async def test_the_list_of_client_fields_is_complete(mode: str) -> None:
+    """A request with all settings writes no field that `extra_body` may contain."""
     everything = Sampling(0.5, 0.5, 5, 0.1, 99, 7, ("stop",), None)
     call = ToolCall(id="c", name="t", arguments="{}")
     history = [
@@ -251,18 +254,18 @@ async def test_the_list_of_our_own_fields_is_whole(mode: str) -> None:
         ToolMessage(tool_call_id="c", name="t", content="r"),
     ]
     tool = {"type": "function", "function": {"name": "t", "parameters": {"type": "object"}}}
-    async with Keeping() as server:
+    async with RecordingServer() as server:
         quirks = Quirks(cache_key=True, max_tokens_field="max_completion_tokens")
         client = connect(Endpoint(server.base_url, api_mode=mode, quirks=quirks))
         for sampling in (everything, Sampling(reasoning="low", max_tokens=4000)):
             for tools in ((tool,), ()):
-                asked = ModelRequest(
+                request = ModelRequest(
                     "claude-opus-4-5", Conversation(history), "id", tools, sampling,
                     stream=True, logprobs=True, token_ids=True, cache="5m",
                 )  # fmt: skip
-                with suppress(ModelError):  # what it holds counts, not whether it makes sense
-                    await client.complete(asked)
+                with suppress(ModelError):  # only the body counts
+                    await client.complete(request)
         await client.aclose()
         written = {name for body in server.bodies for name in body}
-    assert written - OWN[mode] == set()
+    assert written - CLIENT_FIELDS[mode] == set()
     assert len(written) > 10

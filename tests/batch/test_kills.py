@@ -1,7 +1,8 @@
-"""Kill -9 of driver, worker and both at the server's k-th request; then the same command again.
+"""Kill -9 of a run at every crash point of the commit protocol, and of Ray drivers and workers at
+the server's k-th request; then the same command again, on the dataset in another order.
 
-One dataset: three identical rows with four repeats each among distinct ones, in another order at
-the resume. One Ray cluster serves all drivers, but for the last test, which has its own.
+tests/store kills a scripted driver at each crash point twice, also during recovery. Here it is the
+real runner with sandboxes, and the server records what it served.
 """
 
 import asyncio
@@ -13,128 +14,142 @@ from typing import Any
 import kit
 import pytest
 
+from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE
 from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
 
-DISTINCT = 12
-ROWS = kit.rows(DISTINCT, latency_s=0.03)
+KILLED = -9
+IN_PROCESS = ("--workers", "0", "--concurrency", "4", "--set", "run.publish_every_s=0.05")
 RAY = ("--workers", "2", "--concurrency", "6", "--set", "run.publish_every_s=0.5")
+SAME = {**kit.make_task(1000, turns=1), "repeats": kit.REPEATS}
+FEW = [SAME, kit.make_task(1, turns=1), SAME, kit.make_task(4, turns=1), SAME]
+MANY = kit.make_rows(12, latency_s=0.03)
+Rows = dict[str, dict[str, Any]]
+
+
+async def run_undisturbed(folder: Path, rows: list[dict[str, Any]]) -> Rows:
+    """The rows of a run that is not killed."""
+    async with FakeServer() as server:
+        await kit.finish_run(*kit.run_arguments(folder, rows, server, "--workers", "0"))
+    return kit.comparable_rows(folder / "run")
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The rows of a run that nobody disturbed, in one process."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    asyncio.run(run_undisturbed(folder))
-    return kit.content(folder / "run")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return asyncio.run(run_undisturbed(tmp_path_factory.mktemp("few"), FEW))
 
 
-async def run_undisturbed(folder: Path) -> None:
-    dataset = kit.write(folder / "tasks.jsonl", ROWS)
-    async with FakeServer() as server:
-        arguments = kit.played(dataset, folder / "run", server.base_url, "--workers", "0")
-        run = await kit.finish(*arguments)
-    assert run.process.returncode == 0, run.errors
+@pytest.fixture(scope="module")
+def many_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return asyncio.run(run_undisturbed(tmp_path_factory.mktemp("many"), MANY))
 
 
-async def check_end(
-    out: Path, server: FakeServer, receipts: dict[str, int], unbroken: dict[str, Any]
-) -> None:
-    """What must hold once the run is whole."""
-    assert kit.content(out) == unbroken
-    assert len(unbroken) == kit.units_of(DISTINCT)
+@pytest.fixture
+def out(tmp_path: Path) -> Any:
+    """The run directory; all its Parquet files are read again and again during the test."""
+    reader = kit.ParquetReader(tmp_path / "run")
+    reader.start()
+    yield tmp_path / "run"
+    reader.check()
+
+
+def check_result(out: Path, server: FakeServer, receipts: dict[str, int], expected: Rows) -> None:
+    assert kit.comparable_rows(out) == expected
     kit.check_usage(out, server.entries)
-    kit.check_not_asked_again(out, receipts)
+    kit.check_no_unit_ran_again(out, receipts)
     assert list((out / "journal").iterdir()) == []
     assert list((out / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("who", "at"),
-    [("driver", 17), ("both", 51)],
-)
+@pytest.mark.parametrize("point", CRASH_POINTS)
+async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Path) -> None:
+    arguments = kit.run_arguments(out.parent, FEW, server, *IN_PROCESS)
+    crashes = [f"{point}:{2 if point.startswith('attempt') else 1}"]
+    if point.startswith("recover"):  # at the second start, which has something to recover
+        crashes.insert(0, "attempt-5-receipt:5")
+    receipts: dict[str, int] = {}
+    for crash in crashes:
+        run = await kit.finish_run(*arguments, env={CRASH_VARIABLE: crash}, code=KILLED)
+        receipts |= run.receipts()
+
+    arguments = kit.run_arguments(out.parent, reversed(FEW), server, *IN_PROCESS)
+    resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
+    assert len(few_rows) == kit.IDENTICAL * kit.REPEATS + 2
+    check_result(out, server, receipts, few_rows)
+    assert not set(resumed.receipts()) & set(receipts)
+    await kit.check_no_processes([], out)
+
+
+@pytest.mark.parametrize(("victims", "at_request"), [("driver", 17), ("driver and workers", 51)])
 async def test_driver_killed(
-    who: str,
-    at: int,
-    tmp_path: Path,
+    victims: str,
+    at_request: int,
+    out: Path,
     server: FakeServer,
     cluster: dict[str, str],
-    unbroken: dict[str, Any],
+    many_rows: Rows,
 ) -> None:
-    """Alone, or together with both workers."""
-    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
-    watcher = kit.Watcher(out)
-    watcher.start()
-    first = await kit.launch(*kit.played(dataset, out, server.base_url, *RAY), env=cluster)
-    await kit.asked(server, at, first)
-    workers = kit.alive_pids(out)
+    arguments = kit.run_arguments(out.parent, MANY, server, *RAY)
+    run = await kit.start_run(*arguments, env=cluster)
+    await kit.wait_for_requests(server, at_request, run)
+    workers = kit.worker_pids(out)
     assert len(workers) == 2
-    for pid in (first.pid, *(workers if who == "both" else ())):
+    for pid in (run.pid, *(workers if "workers" in victims else ())):
         kit.kill(pid)
-    await first.wait()
-    await kit.check_gone(workers)
+    await run.wait()
+    await kit.check_processes_ended(workers)
 
-    kit.write(dataset, reversed(ROWS))
-    second = await kit.finish(*kit.played(dataset, out, server.base_url, "--workers", "0"))
-    assert second.process.returncode == 0, second.errors
-    watcher.check()
-    await check_end(out, server, first.receipts(), unbroken)
-    lost = kit.table(out, "failures")
+    arguments = kit.run_arguments(out.parent, reversed(MANY), server, "--workers", "0")
+    await kit.finish_run(*arguments)
+    check_result(out, server, run.receipts(), many_rows)
+    lost = kit.read_table(out, "failures")
     assert lost, "nothing was in flight when the driver was killed"
     assert {row["cause"] for row in lost} == {"driver_lost"}
     assert len({row["unit_id"] for row in lost}) == len(lost) <= 6
 
 
 async def test_worker_killed(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
+    out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
-    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
-    watcher = kit.Watcher(out)
-    watcher.start()
-    run = await kit.launch(*kit.played(dataset, out, server.base_url, *RAY), env=cluster)
-    await kit.asked(server, 20, run)
-    victim = kit.alive_pids(out)[0]
-    kit.kill(victim)
+    run = await kit.start_run(*kit.run_arguments(out.parent, MANY, server, *RAY), env=cluster)
+    await kit.wait_for_requests(server, 20, run)
+    kit.kill(kit.worker_pids(out)[0])
     assert await run.wait() == 0, run.errors
-    watcher.check()
-    await check_end(out, server, run.receipts(), unbroken)
-    lost = kit.table(out, "failures")
+    check_result(out, server, run.receipts(), many_rows)
+    lost = kit.read_table(out, "failures")
     assert {row["cause"] for row in lost} == {"worker_lost"}
-    assert 1 <= len(lost) <= 3, "only the dead worker's rollouts are lost"
+    assert 1 <= len(lost) <= 3, "only the rollouts of the killed worker are lost"
     notes = [e["text"] for e in run.events if e["event"] == "note"]
-    # Ray prints to the same stream: in the midst of the note's line it is no event any more.
+    # Ray prints to the same stream and may break the line of the note's event.
     assert any("was lost" in text for text in [*notes, run.errors]), (notes, run.errors[-3000:])
 
 
-async def test_a_killed_driver_leaves_no_process(tmp_path: Path, server: FakeServer) -> None:
-    """With a Ray of its own, whose agents would stay for a minute."""
-    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
-    run = await kit.launch(*kit.played(dataset, out, server.base_url, *RAY))
-    await kit.asked(server, 10, run)
-    assert len(kit.left_behind([run.mark], out)) > 3
+async def test_a_killed_driver_leaves_no_process(out: Path, server: FakeServer) -> None:
+    """With a Ray of its own, whose agents would otherwise stay for a minute."""
+    run = await kit.start_run(*kit.run_arguments(out.parent, MANY, server, *RAY))
+    await kit.wait_for_requests(server, 10, run)
+    assert len(kit.leftover_processes([run.mark], out)) > 3
     kit.kill(run.pid)
     await run.wait()
-    await kit.check_nothing_left([run.mark], out)
+    await kit.check_no_processes([run.mark], out)
 
 
-async def test_a_driver_that_is_stopped_loses_its_workers(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str], unbroken: dict[str, Any]
+async def test_workers_of_a_suspended_driver_end_after_the_lease(
+    out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
-    """The lease: workers that do not hear their driver end and publish nothing. That is nothing
-    that their units did: it never counts, however often it happens."""
-    dataset, out = kit.write(tmp_path / "tasks.jsonl", ROWS), tmp_path / "run"
-    arguments = kit.played(dataset, out, server.base_url, *RAY, "--set", "run.lease_s=3")
-    run = await kit.launch(*arguments, env=cluster)
-    await kit.asked(server, 12, run)
-    workers = kit.alive_pids(out)
+    """They publish nothing, and the attempts that they lose never count as failures."""
+    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, "--set", "run.lease_s=3")
+    run = await kit.start_run(*arguments, env=cluster)
+    await kit.wait_for_requests(server, 12, run)
+    workers = kit.worker_pids(out)
     os.kill(run.pid, signal.SIGSTOP)
     try:
-        await kit.check_gone(workers, 20.0)
+        await kit.check_processes_ended(workers, 20.0)
         parts = sorted(out.glob("*/part-*.parquet"))
     finally:
         os.kill(run.pid, signal.SIGCONT)
     assert await run.wait() == 0, run.errors
     assert set(parts) <= set(out.glob("*/part-*.parquet"))
-    await check_end(out, server, run.receipts(), unbroken)
-    assert {row["cause"] for row in kit.table(out, "failures")} <= {"driver_lost"}
+    check_result(out, server, run.receipts(), many_rows)
+    assert {row["cause"] for row in kit.read_table(out, "failures")} <= {"driver_lost"}

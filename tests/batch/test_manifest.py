@@ -1,4 +1,4 @@
-"""manifest.json: what a later start has nothing to say about stays; the fingerprint is true."""
+"""manifest.json: kept entries, the dataset fingerprint and the capabilities of the endpoint."""
 
 import hashlib
 import platform
@@ -17,15 +17,15 @@ from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.wiring import reach
 
 
-async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: Path) -> None:
+async def test_manifest_keeps_entries_and_updates_the_dataset_fingerprint(tmp_path: Path) -> None:
     dataset = tmp_path / "tasks.jsonl"
-    settings = settle(kit.config(tmp_path, [{"prompt": "p"}], model={"name": "noop"}))
+    settings = settle(kit.make_config(tmp_path, [{"prompt": "p"}], model={"name": "noop"}))
     async with await open_run(settings.out, settings.identity) as driver:
         write_manifest(driver, settings, {"rate_limits": [{"limit": 7}], "plan": {"units": 1}})
         write_manifest(driver, settings, {"rate_limits": []})
         kept = read_manifest(driver.run_dir)
         assert kept["rate_limits"] == [{"limit": 7}]
-        assert "plan" not in kept, "that was the earlier start's"
+        assert "plan" not in kept, "the plan belongs to the earlier start"
         machine = {"system": platform.platform(), "machine": platform.machine()}
         assert kept["platform"] == machine
         assert kept["dataset"]["sha256"] == hashlib.sha256(dataset.read_bytes()).hexdigest()
@@ -40,8 +40,8 @@ async def test_entries_are_kept_and_the_fingerprint_follows_the_file(tmp_path: P
         assert read_manifest(driver.run_dir)["dataset"] == changed
 
 
-def test_run_batch_takes_plain_data_and_says_what_else_it_wants(tmp_path: Path) -> None:
-    data = kit.config(tmp_path, [], model={"name": "noop"}).model_dump()
+def test_run_batch_accepts_plain_data_and_reports_bad_input(tmp_path: Path) -> None:
+    data = kit.make_config(tmp_path, [], model={"name": "noop"}).model_dump()
     data["dataset"]["path"] = str(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         run_batch(data)
@@ -51,7 +51,7 @@ def test_run_batch_takes_plain_data_and_says_what_else_it_wants(tmp_path: Path) 
         run_batch(cast(Any, "smoke"))
 
 
-def test_capabilities_are_what_the_endpoint_said() -> None:
+def test_manifest_capabilities_come_from_the_endpoint_probe() -> None:
     config = parse_config({"dataset": {"path": "smoke"}, "model": {"name": "m"}})
     assert "models" not in capabilities(config, None)
     found = capabilities(config, EndpointReport(models=("a", "b")))
@@ -59,17 +59,21 @@ def test_capabilities_are_what_the_endpoint_said() -> None:
     assert found["stream"] is False
 
 
-async def test_the_calls_of_a_full_probe_are_listed_as_the_server_billed_them(
+async def test_calls_of_a_full_probe_are_listed_with_their_usage(
     tmp_path: Path,
 ) -> None:
     async with FakeServer(FakeConfig(models=("fake",))) as server:
         prices = {"fake": {"input": 1, "output": 1, "cache_read": 1}}
         endpoint = {"base_url": server.base_url, "prices": prices}
-        config = kit.config(tmp_path, [], endpoint=endpoint, run={"probe": "full"})
-        said = capabilities(config, await reach(config))
+        config = kit.make_config(tmp_path, [], endpoint=endpoint, run={"probe": "full"})
+        found_capabilities = capabilities(config, await reach(config))
         served = [entry for entry in server.entries if entry.outcome == "served"]
-    found = said["probed"]
-    assert (said["api_mode"], found["model"], found["listed"]) == ("chat_completions", "fake", True)
+    found = found_capabilities["probed"]
+    assert (found_capabilities["api_mode"], found["model"], found["listed"]) == (
+        "chat_completions",
+        "fake",
+        True,
+    )
     assert all(found[name] for name in ("answers", "streaming", "usage_in_streams"))
     known = [call for call in found["calls"] if call["usage"]]
     listed = [(c["usage"]["input_tokens"], c["usage"]["output_tokens"]) for c in known]

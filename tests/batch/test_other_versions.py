@@ -1,4 +1,4 @@
-"""A run that an earlier version began goes on, although configurations have other keys by now."""
+"""Runs of earlier versions resume, although the keys of configurations have changed."""
 
 import json
 import tarfile
@@ -21,11 +21,11 @@ Change = Callable[[dict[str, Any]], None]
 
 def config(folder: Path, **agent: Any) -> dict[str, Any]:
     rows = [{"prompt": f"Say {n}"} for n in range(3)]
-    return kit.config(folder, rows, model={"name": "noop"}, agent=agent).model_dump()
+    return kit.make_config(folder, rows, model={"name": "noop"}, agent=agent).model_dump()
 
 
-def begun(folder: Path, change: Change) -> dict[str, Any]:
-    """A run that a version with another identity began."""
+def write_run(folder: Path, change: Change) -> dict[str, Any]:
+    """Write the first epoch of a run by a version with another identity."""
     identity = settle(as_config(config(folder))).identity
     change(identity)
     epoch = Epoch(epoch=1, schema_version=1, run_id="r" * 32, identity=identity)
@@ -34,17 +34,18 @@ def begun(folder: Path, change: Change) -> dict[str, Any]:
     return identity
 
 
-def older(identity: dict[str, Any]) -> None:
-    """It had a switch that is no more, and lacked two, a limit and a key of the sandbox."""
+def make_older(identity: dict[str, Any]) -> None:
+    """It had a switch and a limit that were removed since, and lacked three switches, a limit and a
+    key of the sandbox."""
     preset, agent = identity["agent"]["preset"], identity["agent"]
     del preset["repair_history"], preset["tool_loop_limit"], preset["command_timeout_s"]
     preset["removed_since"] = True
     del agent["limits"]["wall_seconds"], identity["sandbox"]["network"]
-    agent["limits"]["max_sighs"] = 3
+    agent["limits"]["max_removed"] = 3
 
 
-def test_it_goes_on_with_the_same_units_and_its_own_behaviour(tmp_path: Path) -> None:
-    begun(tmp_path, older)
+def test_a_run_of_another_version_resumes_with_its_own_defaults(tmp_path: Path) -> None:
+    write_run(tmp_path, make_older)
     for _ in range(2):
         settings = settle(as_config(config(tmp_path)))
         switches = settings.config.agent.switches
@@ -66,10 +67,10 @@ def test_it_goes_on_with_the_same_units_and_its_own_behaviour(tmp_path: Path) ->
         ({"ephemeral_system_prompt": "x"}, "made with ephemeral_system_prompt none, now "),
     ],
 )
-def test_what_the_user_changed_is_refused_alone(
+def test_only_changes_of_the_user_are_refused(
     tmp_path: Path, agent: dict[str, Any], says: str
 ) -> None:
-    begun(tmp_path, older)
+    write_run(tmp_path, make_older)
     with pytest.raises(StoreError) as caught:
         run_batch(config(tmp_path, **agent), progress=Silent())
     assert says in str(caught.value)
@@ -77,16 +78,16 @@ def test_what_the_user_changed_is_refused_alone(
     assert ";" not in str(caught.value)
 
 
-def test_keys_of_another_version_are_left_out_of_its_run_yaml(
+def test_unknown_keys_in_run_yaml_of_another_version_are_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun(tmp_path, older)
+    write_run(tmp_path, make_older)
     run_batch(config(tmp_path), progress=Silent())
     settings, manifest = tmp_path / "run" / "run.yaml", tmp_path / "run" / "manifest.json"
     text = settings.read_text().replace("  switches:\n", "  switches:\n    removed_since: true\n")
     settings.write_text(text.replace("run:\n", "run:\n  removed: 1\n"))
     assert main(["run", "--config", str(settings)]) == ExitCode.BAD_INPUT
-    assert "run.removed" in capsys.readouterr().err, "a mistake of its user's"
+    assert "run.removed" in capsys.readouterr().err, "an error of the user"
 
     content = json.loads(manifest.read_bytes())
     content["versions"]["hermes_rl"] = "0.0.9"
@@ -99,25 +100,25 @@ def test_keys_of_another_version_are_left_out_of_its_run_yaml(
 
 RUN_OF_VERSION_1 = Path(__file__).parents[1] / "data" / "run-of-version-1.tar.xz"
 """A run of version 0.1.0 that was killed twice. Seven units are done and two are given up; two
-more are finished in the journal of epoch 4, two were in flight, one never began. It has groups,
+more are finished in the journal of epoch 4, two were in flight, one never started. It has groups,
 grades, token-exact segments and kept workspaces."""
 
 
 @pytest.fixture
 def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The unpacked run. Prompts and tool schemas are identity: here they are those of its time."""
+    """The unpacked run; prompts and tool schemas of its version are restored in the identity."""
     with tarfile.open(RUN_OF_VERSION_1) as archive:
-        archive.extractall(tmp_path)  # made by us; `filter` exists from 3.11.4 on
+        archive.extractall(tmp_path)  # `filter` exists from 3.11.4 on
     monkeypatch.chdir(tmp_path)
-    began = json.loads((tmp_path / "run/epochs/1.json").read_bytes())["identity"]["agent"]
-    texts = {name: began[name] for name in ("tools", "system_prompt", "texts")}
+    old_agent = json.loads((tmp_path / "run/epochs/1.json").read_bytes())["identity"]["agent"]
+    texts = {name: old_agent[name] for name in ("tools", "system_prompt", "texts")}
     identity_of = settings.identity_of
 
-    def identity_then(config: Any) -> dict[str, Any]:
+    def identity_of_version_1(config: Any) -> dict[str, Any]:
         identity = identity_of(config)
         return {**identity, "agent": {**identity["agent"], **texts}}
 
-    monkeypatch.setattr(settings, "identity_of", identity_then)
+    monkeypatch.setattr(settings, "identity_of", identity_of_version_1)
     return tmp_path / "run"
 
 
@@ -141,7 +142,7 @@ def test_a_run_of_version_1_is_shown_checked_and_exported(
     assert "echo no > out.txt" in (tmp_path / "openai").read_text()
 
 
-async def test_a_run_of_version_1_goes_on_and_keeps_its_rows(
+async def test_a_run_of_version_1_resumes_and_keeps_its_rows(
     old_run: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = final_rows(old_run)

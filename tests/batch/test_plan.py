@@ -1,4 +1,4 @@
-"""Units and their plan: identical rows, repeats, memory; and ids that are what they say."""
+"""Units of a dataset and their plan: identical rows, repeats, ids."""
 
 import hashlib
 import random
@@ -21,13 +21,13 @@ def reader(rows: list[dict[str, object]], repeats: int = 1) -> UnitReader:
     return UnitReader(read_rows(rows), HASH, repeats)
 
 
-def test_ids_are_hashes_of_their_lists() -> None:
+def test_unit_and_group_ids_are_digests_of_their_parts() -> None:
     task = "d" * 64
     assert unit_id(HASH, task, 2, 3) == digest(["unit", 1, HASH, task, 2, 3])[:32]
     assert group_id(HASH, task, 2) == digest(["unit", 1, HASH, task, 2])[:32]
 
 
-def test_occurrences_are_counted_as_a_dictionary_would() -> None:
+def test_occurrence_counter_agrees_with_a_dictionary() -> None:
     chance = random.Random(7)
     digests = [hashlib.sha256(b"%d" % chance.randrange(3000)).hexdigest() for _ in range(20_000)]
     counter, seen = OccurrenceCounter(), {}
@@ -36,7 +36,7 @@ def test_occurrences_are_counted_as_a_dictionary_would() -> None:
         seen[name] += 1
 
 
-def test_order_of_rows_does_not_name_units() -> None:
+def test_unit_ids_do_not_depend_on_row_order() -> None:
     rows: list[dict[str, object]] = [
         {"prompt": f"p{n % 3}", "repeats": 1 + n % 2} for n in range(9)
     ]
@@ -51,7 +51,7 @@ def test_members_of_a_group_are_adjacent() -> None:
     assert [(u.row.index, u.repeat) for u in units] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-async def test_whether_work_is_small_is_known_without_reading_all_of_it() -> None:
+async def test_fewer_than_stops_reading_early() -> None:
     read = 0
 
     def endless() -> Iterator[dict[str, object]]:
@@ -61,7 +61,7 @@ async def test_whether_work_is_small_is_known_without_reading_all_of_it() -> Non
             yield {"prompt": f"p{read}"}
 
     def source(rows: Iterable[dict[str, object]]) -> RunSource:
-        unused: Any = None  # neither a receipt nor a row comes by
+        unused: Any = None
         plan = Plan(UnitReader(read_rows(rows), HASH, 1), Ledger(3))
         return RunSource(plan, unused, unused)
 
@@ -72,7 +72,7 @@ async def test_whether_work_is_small_is_known_without_reading_all_of_it() -> Non
     assert not await source(endless()).fewer_than(10**9, 0.0), "a stream that is not known to end"
 
 
-async def test_the_plan_leaves_out_what_is_done_or_given_up() -> None:
+async def test_plan_skips_done_and_given_up_units() -> None:
     rows: list[dict[str, object]] = [{"prompt": f"p{n}"} for n in range(6)]
     units = reader(rows).take(100, 60.0)
     ledger = Ledger(max_attempts=2)
@@ -94,8 +94,8 @@ async def test_the_plan_leaves_out_what_is_done_or_given_up() -> None:
     assert (counts.done, counts.given_up, counts.open, counts.known) == (1, 2, 3, 5)
 
 
-async def test_rows_that_are_done_are_passed_over_whole() -> None:
-    """Rows with all repeats done make no unit; one open repeat brings its row back."""
+async def test_reader_skips_rows_with_all_repeats_done() -> None:
+    """One open repeat is enough to read its row."""
     rows: list[dict[str, object]] = [{"prompt": f"p{n}", "repeats": 2.0} for n in range(4)]
     rows.insert(2, {"prompt": "p1", "repeats": 2})
     ledger = Ledger()
@@ -116,7 +116,7 @@ async def test_rows_that_are_done_are_passed_over_whole() -> None:
     assert (counts.units, counts.done, counts.known, counts.open) == (10, 9, 9, 1)
 
 
-def test_few_units_at_a_time_are_the_same_units() -> None:
+def test_reading_in_small_steps_gives_the_same_units() -> None:
     rows: list[dict[str, object]] = [{"prompt": f"p{n}", "repeats": 1 + n % 4} for n in range(9)]
     whole = [u.unit_id for u in reader(rows).take(1000, 60.0)]
     source, found = reader(rows), []
@@ -133,7 +133,7 @@ async def test_a_bad_row_is_one_unit() -> None:
     assert items[-1].bad_row == "row 1: 'prompt' is empty"
 
 
-def test_rows_nested_too_deep_for_a_hash_of_their_own_are_units_of_their_own(
+def test_deeply_nested_rows_are_separate_units(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "deep.jsonl"
@@ -143,7 +143,7 @@ def test_rows_nested_too_deep_for_a_hash_of_their_own_are_units_of_their_own(
     assert len({unit.unit_id for unit in units}) == 3
 
 
-def test_what_cannot_be_read_shows_before_anything_starts(tmp_path: Path) -> None:
+def test_prime_reports_unreadable_datasets(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found: question\)\. Try --map prompt="):
         reader([{"question": "x"}]).prime()
     with pytest.raises(UserError, match="no rows"):

@@ -1,5 +1,4 @@
-"""A Ray that does not start: once more, then one line; nothing of it stays. And workers that end
-slowly, or never."""
+"""Failing starts of Ray, and workers that end slowly or never."""
 
 import asyncio
 import os
@@ -23,19 +22,19 @@ from hermes_rl.store import Finished, receipt_of
 from hermes_rl.trajectory import fold
 
 
-class BadRay(SimpleNamespace):
-    """Stands in for the package: so many starts fail, each after a process was begun."""
+class FailingRay(SimpleNamespace):
+    """Replaces the package: the first starts fail, each after it started a process."""
 
     def __init__(self, failures: int) -> None:
-        super().__init__(failures=failures, begun=[], asked=[], shut=0)
+        super().__init__(failures=failures, started=[], options=[], shut=0)
 
     def is_initialized(self) -> bool:
         return False
 
-    def init(self, **asked: Any) -> None:
-        self.asked.append(asked)
-        self.begun.append(subprocess.Popen(["sleep", "600"]))
-        if len(self.begun) <= self.failures:
+    def init(self, **options: Any) -> None:
+        self.options.append(options)
+        self.started.append(subprocess.Popen(["sleep", "600"]))
+        if len(self.started) <= self.failures:
             raise RuntimeError("The node timed out during startup.\nSee the logs.")
 
     def shutdown(self) -> None:
@@ -43,49 +42,51 @@ class BadRay(SimpleNamespace):
 
 
 @pytest.fixture
-def bad_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BadRay]:
-    ray = BadRay(request.param)
+def failing_ray(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FailingRay]:
+    ray = FailingRay(request.param)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     yield ray
-    for process in ray.begun:
+    for process in ray.started:
         process.kill()
         process.wait()
 
 
-@pytest.mark.parametrize("bad_ray", [1], indirect=True)
-def test_a_ray_that_was_too_slow_gets_a_second_chance(bad_ray: BadRay) -> None:
-    with connected(3) as warden:
-        assert warden is not None
-        first, second = bad_ray.begun
-        assert first.wait(30) == -9, "what the failed start left behind"
+@pytest.mark.parametrize("failing_ray", [1], indirect=True)
+def test_a_failed_ray_start_is_retried_once(failing_ray: FailingRay) -> None:
+    with connected(3) as watchdog:
+        assert watchdog is not None
+        first, second = failing_ray.started
+        assert first.wait(30) == -9, "the process of the failed start"
         assert second.poll() is None
-        assert [asked["num_cpus"] for asked in bad_ray.asked] == [3, 3]
+        assert [options["num_cpus"] for options in failing_ray.options] == [3, 3]
     assert second.wait(30) == -9
 
 
-@pytest.mark.parametrize("bad_ray", [9], indirect=True)
-def test_a_ray_that_never_starts_is_one_line(bad_ray: BadRay) -> None:
+@pytest.mark.parametrize("failing_ray", [9], indirect=True)
+def test_two_failed_ray_starts_are_one_error_line(failing_ray: FailingRay) -> None:
     with pytest.raises(UserError) as caught, connected(1):
         pass
     assert str(caught.value) == (
         "cannot start Ray: The node timed out during startup. Use --workers 0"
     )
-    assert [process.wait(30) for process in bad_ray.begun] == [-9, -9]
+    assert [process.wait(30) for process in failing_ray.started] == [-9, -9]
 
 
-@pytest.mark.parametrize("bad_ray", [9], indirect=True)
-def test_an_address_that_is_wrong_is_tried_once(
-    bad_ray: BadRay, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing_ray", [9], indirect=True)
+def test_a_wrong_ray_address_is_tried_once(
+    failing_ray: FailingRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(UserError, match=r"cannot reach RAY_ADDRESS 127\.0\.0\.1:1: .* unset it"):
         connected(1).__enter__()
-    assert len(bad_ray.asked) == 1
+    assert len(failing_ray.options) == 1
 
 
 class Actor(SimpleNamespace):
-    """Stands in for an actor handle: its `close` takes so long, and so does each `poll`."""
+    """Replaces an actor handle; `close` and `poll` take some time."""
 
     def __init__(self, close_s: float, poll_s: float) -> None:
         def after(seconds: float) -> Any:
@@ -118,7 +119,7 @@ async def test_a_worker_may_publish_longer_than_its_lease(killed: list[object]) 
     assert killed == [actor]
 
 
-async def test_a_worker_that_falls_silent_while_it_publishes_is_lost(killed: list[object]) -> None:
+async def test_a_worker_without_heartbeat_while_publishing_is_lost(killed: list[object]) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerLost, match=r"not heard for 0\.3 s"):
         await worker(Actor(close_s=600.0, poll_s=600.0), lease_s=0.3).close()
@@ -151,10 +152,10 @@ with connected(1):
 """
 
 
-def test_an_actor_that_ray_ends_does_not_see_its_children_die_first(
+def test_ray_does_not_kill_the_children_of_an_actor_first(
     cluster: dict[str, str],
 ) -> None:
-    """It would record the end of a sandbox or a verifier that nobody but Ray has killed."""
+    """The actor would record the end of a sandbox or a verifier that Ray itself killed."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD],
         env={**os.environ, **cluster},

@@ -1,4 +1,4 @@
-"""Progress as people see it: one live line on a terminal, plain lines elsewhere."""
+"""Progress for people: one live line on a terminal, plain lines elsewhere."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from hermes_rl.testing import FakeServer
 
 COUNTS = r"(\d+)/~?(\d+) units  (\d+) solved  (\d+) failed( \(\d+ attempts\))?  (\d+) running"
 LINE = rf"{COUNTS} \| \d+/min(  [\d:]+ left)? \| \d+ tok/s  unpriced  429: \d+ %"
-"""The line of DESIGN 5.15."""
+"""The progress line."""
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -38,46 +38,45 @@ CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
         ),
     ],
 )  # fmt: skip
-def test_the_line(view: View, line: str) -> None:
+def test_progress_line(view: View, line: str) -> None:
     assert view.line() == line
 
 
 @pytest.mark.parametrize("columns", [120, 60])
-async def test_one_live_line_on_a_terminal(
-    tmp_path: Path, server: FakeServer, columns: int
-) -> None:
-    """On a narrow one it takes two, and loses nothing."""
-    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(n, latency_s=0.3) for n in range(4)])
-    ours, theirs = pty.openpty()
-    arguments = kit.played(dataset, tmp_path / "run", server.base_url, "--workers", "0")
+async def test_live_line_on_a_terminal(tmp_path: Path, server: FakeServer, columns: int) -> None:
+    """On a narrow terminal it takes two lines and is complete."""
+    terminal, child_terminal = pty.openpty()
+    arguments = kit.run_arguments(
+        tmp_path, [kit.make_task(n, latency_s=0.3) for n in range(4)], server, "--workers", "0"
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "batch_runner", *arguments, "--concurrency", "2",
-        stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=theirs,
+        stdin=child_terminal, stdout=asyncio.subprocess.PIPE, stderr=child_terminal,
         env={**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"},
     )  # fmt: skip
-    os.close(theirs)
+    os.close(child_terminal)
 
     seen = b""
-    os.set_blocking(ours, False)
+    os.set_blocking(terminal, False)
 
     def read() -> None:
         nonlocal seen
         try:
-            seen += os.read(ours, 1 << 16)
-        except OSError:  # nothing yet, or nobody holds the other end any more
-            loop.remove_reader(ours)
+            seen += os.read(terminal, 1 << 16)
+        except OSError:  # no data yet, or the other end is closed
+            loop.remove_reader(terminal)
 
     loop = asyncio.get_running_loop()
-    loop.add_reader(ours, read)
+    loop.add_reader(terminal, read)
     try:
         async with asyncio.timeout(90):
-            said, _ = await process.communicate()
+            printed, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
         read()
-        loop.remove_reader(ours)
-        os.close(ours)
+        loop.remove_reader(terminal)
+        os.close(terminal)
     text = seen.decode()
     assert process.returncode == 0, text
     lines = [line for line in re.split(r"[\r\n]+", CODES.sub("", text)) if line.strip()]
@@ -89,13 +88,12 @@ async def test_one_live_line_on_a_terminal(
     assert all(matched), lines
     assert matched[-1] is not None
     assert matched[-1].group(1, 2, 3, 6) == ("4", "4", "4", "0")
-    assert columns == 60 or text.count("\n") <= 2, "each line takes the place of the one before"
-    assert b"4/4 units done, 4 solved" in said
+    assert columns == 60 or text.count("\n") <= 2, "each line replaces the one before"
+    assert b"4/4 units done, 4 solved" in printed
 
 
-async def test_plain_lines_elsewhere(tmp_path: Path, server: FakeServer) -> None:
-    dataset = kit.write(tmp_path / "tasks.jsonl", [kit.task(1)])
-    arguments = kit.played(dataset, tmp_path / "run", server.base_url, "--workers", "0")
+async def test_plain_progress_lines_without_a_terminal(tmp_path: Path, server: FakeServer) -> None:
+    arguments = kit.run_arguments(tmp_path, [kit.make_task(1)], server, "--workers", "0")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "batch_runner", *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

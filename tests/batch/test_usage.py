@@ -1,8 +1,8 @@
-"""250 units against a server of its own process: recorded usage is what it served, call by call.
+"""250 units against a server in its own process: recorded usage equals what it served.
 
-Three models on three wires, two keys and a dearer fallback; a fifth of the requests meets a fault,
-answers are cut, empty, thrown away or no proper calls, units end with a summary at the turn limit;
-and a worker and two drivers are killed on the way.
+Three models on three dialects, two keys and a more expensive fallback. A fifth of the requests
+fails; answers are cut, empty, discarded or malformed calls; units end with a summary at the turn
+limit; a worker and two drivers are killed.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from hermes_rl.store import RunDir
 from hermes_rl.testing import Entry, FakeServer, read_log
 
 UNITS = 250
-ODD: list[dict[str, Any]] = [
+FLAWED: list[dict[str, Any]] = [
     {"text": ""},
     {"text": "", "reasoning": "I must look."},
     {"text": "One part, ", "finish": "length"},
@@ -38,7 +38,7 @@ ODD: list[dict[str, Any]] = [
     {"text": "A text that is streamed in many pieces. " * 9, "fault": "cut"},
 ]
 REFUSED = {"text": "for another model", "fault": "content_filter"}
-GOOD: list[dict[str, Any]] = [{"run": "true"}, {"run": "echo more"}, {"text": "Done."}]
+VALID: list[dict[str, Any]] = [{"run": "true"}, {"run": "echo more"}, {"text": "Done."}]
 PRICES: dict[str, dict[str, float]] = {
     "main": {"input": 3, "output": 15, "cache_read": 0.3},
     "other": {"input": 1.25, "output": 10, "cache_read": 0.125},
@@ -47,22 +47,22 @@ PRICES: dict[str, dict[str, float]] = {
 WIRE_OF = {
     "main": "chat_completions", "other": "codex_responses", "spare": "anthropic_messages",
 }  # fmt: skip
-KEYS = {"BOOKS_KEY_A": "key-a", "BOOKS_KEY_B": "key-b"}
+KEYS = {"USAGE_KEY_A": "key-a", "USAGE_KEY_B": "key-b"}
 SETTLED = ("input_tokens", "output_tokens")
 
 
 def task(number: int) -> dict[str, Any]:
-    """Some steps, each with some odd answers before a good one."""
+    """Some steps, each with some flawed answers before a valid one."""
     draw = random.Random(number)
-    steps = [[*draw.choices(ODD, k=draw.randrange(3)), draw.choice(GOOD)] for _ in range(4)]
+    steps = [[*draw.choices(FLAWED, k=draw.randrange(3)), draw.choice(VALID)] for _ in range(4)]
     if number % 4 == 0:
         steps[number % 3].insert(0, REFUSED)
     return {"id": f"t{number:03}", "prompt": f"Unit {number}.\nSCRIPT: {json.dumps(steps)}"}
 
 
 @asynccontextmanager
-async def billing(log: Path) -> AsyncIterator[str]:
-    """The base URL of a server with a bill."""
+async def run_priced_server(log: Path) -> AsyncIterator[str]:
+    """The base URL of a server that records prices."""
     written = {"cache_write_5m": "cache_write"}
     prices = {
         name: {written.get(kind, kind): str(usd) for kind, usd in price.items()}
@@ -84,10 +84,10 @@ async def billing(log: Path) -> AsyncIterator[str]:
         await server.wait()
 
 
-def configured(folder: Path, base_url: str) -> Path:
-    """run.yaml of the run."""
+def write_config(folder: Path, base_url: str) -> Path:
+    """Write run.yaml."""
     config = {
-        "dataset": {"path": str(kit.write(folder / "tasks.jsonl", map(task, range(UNITS))))},
+        "dataset": {"path": str(kit.write_rows(folder / "tasks.jsonl", map(task, range(UNITS))))},
         "model": {"mix": {"main": 2, "other": 1}, "max_tokens": 1000},
         "agent": {"toolsets": ["terminal"], "limits": {"max_turns": 3}},
         "sandbox": {"backend": "none"},
@@ -107,8 +107,10 @@ def configured(folder: Path, base_url: str) -> Path:
     return path
 
 
-async def served(log: Path, requests: int, run: kit.Process, seconds: float = 120.0) -> None:
-    """Wait until the server has answered so often."""
+async def wait_for_answers(
+    log: Path, requests: int, run: kit.RunProcess, seconds: float = 120.0
+) -> None:
+    """Wait until the server has answered this many requests."""
     deadline = time.monotonic() + seconds
     while not log.exists() or log.read_bytes().count(b"\n") < requests:
         assert run.process.returncode is None, run.errors[-3000:]
@@ -116,28 +118,32 @@ async def served(log: Path, requests: int, run: kit.Process, seconds: float = 12
         await asyncio.sleep(0.02)
 
 
-async def disturbed(config: Path, log: Path, out: Path, cluster: dict[str, str]) -> kit.Process:
-    """The run, killed three times; its last start."""
+async def run_with_kills(
+    config: Path, log: Path, out: Path, cluster: dict[str, str]
+) -> kit.RunProcess:
+    """Kill the run three times. Returns its last start."""
     env = {**cluster, **KEYS}
-    first = await kit.launch("--config", config, "--workers", "2", env=env)
-    await served(log, 150, first)
-    workers = kit.alive_pids(out)
+    first = await kit.start_run("--config", config, "--workers", "2", env=env)
+    await wait_for_answers(log, 150, first)
+    workers = kit.worker_pids(out)
     assert len(workers) == 2
     kit.kill(workers[0])
-    await served(log, 400, first)
-    workers = kit.alive_pids(out)
+    await wait_for_answers(log, 400, first)
+    workers = kit.worker_pids(out)
     kit.kill(first.pid)
     await first.wait()
-    await kit.check_gone(workers, 20.0)
-    second = await kit.launch("--config", config, "--workers", "0", env=KEYS)
-    await served(log, len(read_log(log)) + 150, second)
+    await kit.check_processes_ended(workers, 20.0)
+    second = await kit.start_run("--config", config, "--workers", "0", env=KEYS)
+    await wait_for_answers(log, len(read_log(log)) + 150, second)
     kit.kill(second.pid)
     await second.wait()
-    return await kit.finish("--config", config, "--workers", "0", env=KEYS)
+    last = await kit.start_run("--config", config, "--workers", "0", env=KEYS)
+    assert await last.wait() in (0, 1), last.errors
+    return last
 
 
 def check_call(call: dict[str, Any], entry: Entry | None) -> None:
-    """What is known of a call is what the server says; what is not known says so."""
+    """Known usage equals the server's, and unknown usage is marked as unknown."""
     assert entry is None or entry.api_mode == WIRE_OF[str(entry.model)]
     if call["outcome"] == "refused":
         assert entry is not None
@@ -159,8 +165,8 @@ def check_call(call: dict[str, Any], entry: Entry | None) -> None:
     assert call["cost_usd"] == pytest.approx(float(entry.dollars), rel=1e-9)
 
 
-def check_row(row: dict[str, Any], bill: dict[str, Entry]) -> None:
-    """Sums of a row are those of its calls; the models are those that answered."""
+def check_row(row: dict[str, Any], served_by_id: dict[str, Entry]) -> None:
+    """Sums of a row are those of its calls; its models are those that answered."""
     calls = row["calls"]
     known = [call for call in calls if call["input_tokens"] is not None]
     unknown = [c for c in calls if c["input_tokens"] is None and c["outcome"] != "refused"]
@@ -168,7 +174,7 @@ def check_row(row: dict[str, Any], bill: dict[str, Entry]) -> None:
     for name in SETTLED:
         assert (row["usage"][name] or 0) == sum(call[name] for call in known)
     if row["cost_usd"] is not None:
-        total = sum(Decimal(str(bill[call["call_id"]].dollars)) for call in known)
+        total = sum(Decimal(str(served_by_id[call["call_id"]].dollars)) for call in known)
         assert row["cost_usd"] == pytest.approx(float(total), rel=1e-9)
     assert (row["cost_usd"] is None) == bool(unknown)
     answered = {call["model"] for call in calls if call["outcome"] == "ok"}
@@ -180,25 +186,24 @@ async def test_recorded_usage_is_what_the_server_served(
     tmp_path: Path, cluster: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, out = tmp_path / "served.jsonl", tmp_path / "run"
-    async with billing(log) as base_url:
-        last = await disturbed(configured(tmp_path, base_url), log, out, cluster)
-    assert last.process.returncode in (0, 1), last.errors
+    async with run_priced_server(log) as base_url:
+        last = await run_with_kills(write_config(tmp_path, base_url), log, out, cluster)
     entries = read_log(log)
-    bill = {str(entry.call_id): entry for entry in entries}
-    assert len(bill) == len(entries), "a call id was sent twice"
-    ended, lost = kit.table(out, "trajectories"), kit.table(out, "failures")
+    served_by_id = {str(entry.call_id): entry for entry in entries}
+    assert len(served_by_id) == len(entries), "a call id was sent twice"
+    ended, lost = kit.read_table(out, "trajectories"), kit.read_table(out, "failures")
     rows = [*ended, *lost]
     calls = {call["call_id"]: call for row in rows for call in row["calls"]}
     assert len(calls) == sum(len(row["calls"]) for row in rows), "a call is recorded twice"
-    assert set(bill) <= set(calls), "the server served a call that no row knows"
+    assert set(served_by_id) <= set(calls), "the server served a call that no row records"
     for name, call in calls.items():
-        check_call(call, bill.get(name))
+        check_call(call, served_by_id.get(name))
     for row in rows:
-        check_row(row, bill)
-    known = [e for n, e in bill.items() if calls[n]["input_tokens"] is not None]
+        check_row(row, served_by_id)
+    known = [e for n, e in served_by_id.items() if calls[n]["input_tokens"] is not None]
     check_budget(last, out, rows, known, entries)
     check_variety(ended, lost, calls, entries)
-    check_doors(out, ended[0]["unit_id"], capsys)
+    check_commands(out, ended[0]["unit_id"], capsys)
     assert main(["show", str(out)]) == 0
     sure = sum(entry.dollars or 0 for entry in known)
     shown = capsys.readouterr().out
@@ -210,13 +215,13 @@ async def test_recorded_usage_is_what_the_server_served(
 
 
 def check_budget(
-    last: kit.Process,
+    last: kit.RunProcess,
     out: Path,
     rows: list[dict[str, Any]],
     known: list[Entry],
     entries: list[Entry],
 ) -> None:
-    """What is spent is what is known, and at most the worst case of what is not."""
+    """The amount spent is at least the known cost and at most the upper bound."""
     manifest = json.loads((out / "manifest.json").read_bytes())
     spent = manifest["budgets"]["run:usd"]["spent"]
     sure = float(sum(entry.dollars or 0 for entry in known))
@@ -243,7 +248,7 @@ def check_variety(
     calls: dict[str, Any],
     entries: list[Entry],
 ) -> None:
-    """All of what the run was to meet, it met."""
+    """The run met all kinds of faults, endings and answers."""
     assert len({row["unit_id"] for row in ended}) == len(ended)
     assert len({row["unit_id"] for row in [*ended, *lost]}) == UNITS
     assert len(ended) > UNITS * 0.98
@@ -264,19 +269,19 @@ def check_variety(
     assert errors["discarded: cut tool call"] > 20
 
 
-def check_doors(out: Path, unit: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`check` and `show` have nothing to complain of."""
+def check_commands(out: Path, unit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` and `show` report no error."""
     for arguments in (["check", str(out)], ["show", str(out)], ["show", str(out), unit]):
         assert main(arguments) == 0, capsys.readouterr()
         assert capsys.readouterr().err == ""
 
 
-async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
+async def test_unknown_calls_of_a_fallback_count_with_the_price_of_the_fallback(
     tmp_path: Path, server: FakeServer
 ) -> None:
     steps = [[REFUSED, {"text": "", "fault": "reset"}, "Done."]]
     row = {"id": "t", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}"}
-    config = kit.config(
+    config = kit.make_config(
         tmp_path,
         [row],
         model={"name": "main", "max_tokens": 1000},
@@ -286,9 +291,9 @@ async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
         },
         run={"budget_usd": 10, "model_budgets": {"main": 5, "spare": 5}},
     )  # fmt: skip
-    report = await kit.run(config)
+    report = await kit.run_config(config)
     assert (report.exit_code, report.unknown_calls) == (0, 1)
-    (final,) = kit.table(tmp_path / "run", "trajectories")
+    (final,) = kit.read_table(tmp_path / "run", "trajectories")
     answered = [call for call in final["calls"] if call["outcome"] == "ok"]
     assert [call["model"] for call in answered] == final["served_models"] == ["spare"]
     for wrong, says in (({"unpriced_calls": 0}, "unpriced_calls is 0, its calls have 1"),
@@ -298,9 +303,9 @@ async def test_an_unknown_call_of_a_dearer_fallback_counts_with_its_own_price(
     known = report.stats["known_cost_usd"]
     assert known == pytest.approx(answered[0]["cost_usd"], abs=1e-6)
     assert "cost: <$0.01 + 1 calls unpriced" in report.lines()[1]
-    said = json.loads((tmp_path / "run" / "manifest.json").read_bytes())["budgets"]
+    budgets = json.loads((tmp_path / "run" / "manifest.json").read_bytes())["budgets"]
     before = spent_before(RunDir(tmp_path / "run"), budgets_of(config), Prices(config).worst)
-    for pot in ("run:usd", "model:spare:usd"):
-        assert before[pot] / NANO == pytest.approx(said[pot]["spent"], abs=1e-8)
-    assert before["model:main:usd"] == said["model:main:usd"]["spent"] == 0
-    assert said["run:usd"]["spent"] > known + 1000 * PRICES["spare"]["output"] / 1e6
+    for budget in ("run:usd", "model:spare:usd"):
+        assert before[budget] / NANO == pytest.approx(budgets[budget]["spent"], abs=1e-8)
+    assert before["model:main:usd"] == budgets["model:main:usd"]["spent"] == 0
+    assert budgets["run:usd"]["spent"] > known + 1000 * PRICES["spare"]["output"] / 1e6

@@ -1,4 +1,4 @@
-"""Many things at once, and no more of them than that."""
+"""`at_once` works through items with a limit on concurrency."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,27 +13,27 @@ async def numbers(count: int) -> AsyncGenerator[int, None]:
         yield number
 
 
-async def test_as_many_as_said_are_under_way() -> None:
-    under_way, most, ended = 0, 0, []
+async def test_at_most_the_limit_runs_at_once() -> None:
+    running, peak, ended = 0, 0, []
 
     async def work(item: int) -> bool:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
         await asyncio.sleep(0)
-        under_way -= 1
+        running -= 1
         ended.append(item)
         return True
 
     await at_once(numbers(20), work, 4)
-    assert (sorted(ended), most) == (list(range(20)), 4)
+    assert (sorted(ended), peak) == (list(range(20)), 4)
 
 
-async def test_what_is_under_way_goes_to_its_end_when_nothing_more_is_begun() -> None:
-    began, ended, released = [], [], asyncio.Event()
+async def test_running_tasks_finish_after_one_returns_false() -> None:
+    started, ended, released = [], [], asyncio.Event()
 
     async def work(item: int) -> bool:
-        began.append(item)
+        started.append(item)
         if item == 1:
             released.set()
             return False
@@ -42,12 +42,12 @@ async def test_what_is_under_way_goes_to_its_end_when_nothing_more_is_begun() ->
         return True
 
     await at_once(numbers(20), work, 3)
-    assert 1 in began
-    assert set(began) - {1} == set(ended)
-    assert len(began) < 6
+    assert 1 in started
+    assert set(started) - {1} == set(ended)
+    assert len(started) < 6
 
 
-async def test_the_first_error_comes_out_as_it_is() -> None:
+async def test_the_first_error_is_raised_unwrapped() -> None:
     async def work(item: int) -> bool:
         if item == 2:
             raise KeyError(item)

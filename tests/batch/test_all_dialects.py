@@ -1,4 +1,4 @@
-"""One dataset through every dialect and transport, as whole runs: their Parquet rows are equal."""
+"""Runs of one dataset over every dialect and transport have equal Parquet rows."""
 
 import json
 from collections import Counter
@@ -15,8 +15,8 @@ WIRES = [
     for place, mode in enumerate(DIALECTS)
     for transport in ("http", "sdk")
 ]
-"""Each dialect with both transports, streamed by one of them, in turn by the one and the other.
-`models/test_conformance` plays episodes over all twelve."""
+"""Each dialect with both transports, one of them streamed. `models/test_conformance` tests all
+twelve combinations."""
 EPISODES: dict[str, list[Any]] = {
     "thinks": [
         {"text": "Let me see.", "reasoning": "First look…", "calls": [
@@ -38,8 +38,8 @@ EPISODES: dict[str, list[Any]] = {
     "endless": [{"run": f"echo {n}"} for n in range(6)] + ["A summary."],
     "refused": [{"run": "true"}, {"text": "never", "fault": "context_overflow"}],
 }  # fmt: skip
-"""What models do, well or not, as far as all wires can say it: Anthropic's has no arguments that
-are no JSON object, and calls every filtered answer a refusal."""
+"""Behaviours of models that all dialects can express: Anthropic's has only JSON objects as
+arguments, and reports every filtered answer as a refusal."""
 
 OF_ONE_RUN = {
     "api_mode", "endpoint", "finished_at", "root_trajectory_id", "run_id", "sandbox", "started_at",
@@ -50,7 +50,7 @@ OF_ONE_CALL = {
     "call_id", "cache_read_tokens", "cache_write_tokens", "latency_s", "request_id", "started_at",
     "usage_raw",
 }  # fmt: skip
-"""Ids, times, and what each provider caches in a way of its own."""
+"""Ids, times, and cache figures, which differ between providers."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def comparable(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what two runs of one thing may differ in."""
+    """A row without the columns in which two equal runs may differ."""
     kept = {name: value for name, value in row.items() if name not in OF_ONE_RUN}
     for holder in [kept["usage"], *kept["calls"]]:
         for name in OF_ONE_CALL:
@@ -85,7 +85,7 @@ async def run(folder: Path, wire: tuple[str, str, bool]) -> dict[str, dict[str, 
     mode, transport, stream = wire
     out = folder / "-".join(map(str, wire))
     async with FakeServer() as server:
-        config = kit.config(
+        config = kit.make_config(
             folder,
             rows(),
             model={"max_tokens": 2000},
@@ -96,12 +96,12 @@ async def run(folder: Path, wire: tuple[str, str, bool]) -> dict[str, dict[str, 
             },
             run={"out": str(out)},
         )  # fmt: skip
-        report = await kit.run(config)
+        report = await kit.run_config(config)
         served = {entry.api_mode for entry in server.entries}
         kit.check_usage(out, server.entries)
     assert (report.exit_code, served) == (0, {mode})
-    found = kit.table(out, "trajectories")
-    assert kit.table(out, "failures") == []
+    found = kit.read_table(out, "trajectories")
+    assert kit.read_table(out, "failures") == []
     assert {(row["api_mode"], row["endpoint"]) for row in found} == {
         (mode, server_host(config.endpoint.base_url))
     }
@@ -112,7 +112,7 @@ def server_host(url: str | None) -> str:
     return str(url).removeprefix("http://").removesuffix("/v1")
 
 
-async def test_the_rows_of_a_run_do_not_tell_its_wire(tmp_path: Path) -> None:
+async def test_rows_are_equal_over_all_dialects_and_transports(tmp_path: Path) -> None:
     first, *others = WIRES
     wanted = await run(tmp_path, first)
     assert set(wanted) == set(EPISODES)

@@ -1,5 +1,5 @@
-"""Endpoints behind a private certificate, a proxy or a gateway that wants headers of its own: real
-servers on loopback, and no secret in any file of the run."""
+"""Endpoints behind a private certificate, a proxy, or a gateway with custom headers: no secret is
+in any file of the run."""
 
 import asyncio
 import base64
@@ -19,13 +19,13 @@ from hermes_rl.errors import UserError
 from hermes_rl.testing import Connection, FakeConfig, FakeServer, Incoming
 
 CERTIFICATE = Path(__file__).parents[1] / "models" / "tls" / "cert.pem"
-"""Of an authority of its own, valid for 127.0.0.1."""
+"""Self-signed, valid for 127.0.0.1."""
 SECRET = "s3cr3t-gateway-value"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Gateway(FakeServer):
-    """Keeps the headers that came."""
+    """Keeps the headers of all requests."""
 
     def __init__(self) -> None:
         super().__init__(FakeConfig())
@@ -37,7 +37,7 @@ class Gateway(FakeServer):
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies bytes until one side ends."""
+    """Copy bytes until one side ends."""
     with contextlib.suppress(OSError):
         while data := await reader.read(65536):
             writer.write(data)
@@ -50,7 +50,7 @@ async def join(one: Streams, other: Streams) -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(handle: Any, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+async def listen(handle: Any, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
     async with server:
         yield server.sockets[0].getsockname()[1]
@@ -58,7 +58,7 @@ async def listening(handle: Any, tls: ssl.SSLContext | None = None) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def with_tls(server: FakeServer) -> AsyncIterator[str]:
-    """The address of a server that ends TLS before another one."""
+    """The address of a server that terminates TLS in front of another one."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(CERTIFICATE, CERTIFICATE.with_name("key.pem"))
     behind = int(server.base_url.rpartition(":")[2].partition("/")[0])
@@ -66,13 +66,13 @@ async def with_tls(server: FakeServer) -> AsyncIterator[str]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await join((reader, writer), await asyncio.open_connection("127.0.0.1", behind))
 
-    async with listening(handle, tls) as port:
+    async with listen(handle, tls) as port:
         yield f"https://127.0.0.1:{port}/v1"
 
 
 @contextlib.asynccontextmanager
 async def proxy(passed: list[str]) -> AsyncIterator[int]:
-    """A proxy for tunnels and plain requests that lets in who knows its password."""
+    """A proxy for tunnels and plain requests that requires a password."""
     wanted = base64.b64encode(f"me:{SECRET}".encode())
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,27 +92,29 @@ async def proxy(passed: list[str]) -> AsyncIterator[int]:
             there[1].write(b"%b %b HTTP/1.1\r\nconnection: close\r\n%b" % (method, path, head))
         await join((reader, writer), there)
 
-    async with listening(handle) as port:
+    async with listen(handle) as port:
         yield port
 
 
 async def run(tmp_path: Path, **endpoint: Any) -> tuple[int, Path]:
     """The exit code and the folder of a run of two tasks."""
     endpoint = {"api_key_env": "", **endpoint}
-    report = await kit.run(kit.config(tmp_path, [kit.task(1), kit.task(2)], endpoint=endpoint))
+    report = await kit.run_config(
+        kit.make_config(tmp_path, [kit.make_task(1), kit.make_task(2)], endpoint=endpoint)
+    )
     return report.exit_code, tmp_path / "run"
 
 
 def check_no_secret(out: Path) -> None:
-    """Neither in files nor in rows."""
+    """No file and no row contains the secret."""
     for path in out.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
-    assert SECRET not in json.dumps(kit.table(out, "trajectories"), default=str)
+    assert SECRET not in json.dumps(kit.read_table(out, "trajectories"), default=str)
 
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])
-async def test_an_authority_headers_and_a_proxy_of_the_users_own(
+async def test_custom_certificates_headers_and_proxy(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed: list[str] = []
@@ -137,7 +139,7 @@ async def test_an_authority_headers_and_a_proxy_of_the_users_own(
     check_no_secret(out)
 
 
-async def test_a_proxy_for_plain_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxy_for_plain_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
     async with Gateway() as server, proxy(passed) as port:
         monkeypatch.setenv("MY_PROXY", f"http://me:{SECRET}@127.0.0.1:{port}")
@@ -149,7 +151,7 @@ async def test_a_proxy_for_plain_http(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])
-async def test_a_proxy_that_refuses_its_password_is_an_error_without_it(
+async def test_a_refused_proxy_password_is_not_shown(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Gateway() as server, with_tls(server) as url, proxy([]) as port:
@@ -166,21 +168,21 @@ async def test_a_proxy_that_refuses_its_password_is_an_error_without_it(
     assert server.seen == []
 
 
-async def test_a_certificate_that_nobody_vouches_for_names_the_key_to_set(tmp_path: Path) -> None:
+async def test_an_untrusted_certificate_suggests_ca_file(tmp_path: Path) -> None:
     async with Gateway() as server, with_tls(server) as url:
         code, out = await run(tmp_path, base_url=url)
     assert code == 3
-    (row, *_) = kit.table(out, "failures")
+    (row, *_) = kit.read_table(out, "failures")
     assert "Set endpoint.ca_file if its certificate is your own" in row["error"]
 
 
-async def test_an_answer_that_stands_still_is_given_up_after_idle_seconds() -> None:
+async def test_a_stalled_answer_is_cancelled_after_idle_seconds() -> None:
     async with FakeServer() as server:
         model = ModelConfig(name="m", base_url=server.base_url, idle_seconds=0.2, fallbacks=["m2"])
         stalled = {"text": "x", "fault": "stall_mid"}
-        said = f"Hi.\nSCRIPT: {json.dumps([[stalled, stalled, 'ok']])}"
+        prompt = f"Hi.\nSCRIPT: {json.dumps([[stalled, stalled, 'ok']])}"
         async with AIAgent(model, toolsets=()) as agent:
-            result = await agent.run(said)
+            result = await agent.run(prompt)
     assert result["final_response"] == "ok"
     assert "stood still for 0.2 s" in result["calls"][0]["error"]
 
@@ -200,7 +202,7 @@ async def test_an_answer_that_stands_still_is_given_up_after_idle_seconds() -> N
         ({"ca_file": __file__}, "not a file of certificates. Check endpoint.ca_file"),
     ],
 )
-async def test_what_cannot_work_or_would_be_stored_is_one_line(
+async def test_invalid_or_secret_endpoint_settings_are_refused(
     tmp_path: Path, endpoint: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError) as raised:
@@ -210,7 +212,7 @@ async def test_what_cannot_work_or_would_be_stored_is_one_line(
     assert "pw" not in str(raised.value)
 
 
-async def test_places_elsewhere_do_not_get_the_headers_of_the_run() -> None:
+async def test_headers_are_not_sent_to_other_hosts() -> None:
     async with Gateway() as first, Gateway() as second, Gateway() as third:
         model = ModelConfig(
             name="fault-billing",
@@ -232,13 +234,13 @@ async def test_places_elsewhere_do_not_get_the_headers_of_the_run() -> None:
     assert teams == [{"red"}, {None}, {"blue"}]
 
 
-def test_an_exact_policy_takes_no_fallbacks() -> None:
+def test_fallbacks_are_refused_with_preset_rl() -> None:
     model = ModelConfig(name="m", base_url="http://127.0.0.1:9/v1", fallbacks=["other"])
     with pytest.raises(UserError, match="another preset than rl"):
         AIAgent(model, toolsets=(), preset="rl")
 
 
-async def test_a_key_that_is_given_is_also_that_of_fallbacks_at_the_same_place() -> None:
+async def test_an_api_key_is_also_used_for_fallbacks_at_the_same_endpoint() -> None:
     async with FakeServer(FakeConfig(key="right")) as server:
         model = ModelConfig(
             name="fault-billing", base_url=server.base_url, api_key="right", fallbacks=["echo-0"]
