@@ -132,7 +132,7 @@ async def test_a_run_stops_when_no_call_is_ever_answered(tmp_path: Path) -> None
 
 
 async def test_identical_refusals_of_all_calls_stop_the_run(tmp_path: Path) -> None:
-    rows, _out = [kit.make_task(n) for n in range(90)], tmp_path / "r"
+    rows = [kit.make_task(n) for n in range(90)]
     async with FakeServer(faulty("bad_request")) as server:
         run = await kit.finish_run(*kit.run_arguments(tmp_path, rows, server, *IN_PROCESS), code=3)
         assert 10 <= server.requests < 10 + 8

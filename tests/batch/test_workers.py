@@ -18,20 +18,19 @@ async def test_one_and_four_workers_give_the_same_rows(
 ) -> None:
     contents = []
     for workers in ("1", "4"):
-        out = tmp_path / workers
+        folder = tmp_path / workers
+        folder.mkdir()
+        out = folder / "run"
         more = ("--workers", workers, "--concurrency", "16")
-        run = await kit.finish_run(*kit.run_arguments(tmp_path, ROWS, server, *more), env=cluster)
+        run = await kit.finish_run(*kit.run_arguments(folder, ROWS, server, *more), env=cluster)
         assert run.report()["done"] == kit.count_units(20)
         contents.append(kit.comparable_rows(out))
         assert len(list((out / "trajectories").glob("*.parquet"))) == int(workers)
         await kit.check_no_processes([run.mark], out)
     assert contents[0] == contents[1]
-    both = kit.read_table(tmp_path / "1", "trajectories") + kit.read_table(
-        tmp_path / "4", "trajectories"
-    )
-    assert {c["call_id"] for row in both for c in row["calls"]} == {
-        e.call_id for e in server.entries
-    }
+    both = [row for n in "14" for row in kit.read_table(tmp_path / n / "run", "trajectories")]
+    recorded = {call["call_id"] for row in both for call in row["calls"]}
+    assert recorded == {entry.call_id for entry in server.entries}
 
 
 async def test_a_unit_that_kills_its_worker_is_isolated_and_given_up(
