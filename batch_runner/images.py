@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batch_runner.settings import Settings
+from hermes_rl.errors import UserError
 from hermes_rl.ports import WorkItem
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class Images:
 def find_missing(settings: Settings) -> ImageBuilds | None:
     """What of the images of a dataset's task folders is not built yet; None for nothing. Blocks.
 
-    Raises: UserError for a variable of `sandbox.build.env` that is not set.
+    Raises: UserError for a variable of `sandbox.build.env` that is not set, and for a kind of
+        sandbox that has no use of images built here.
     """
     dataset, sandbox = settings.config.dataset, settings.config.sandbox
     path = Path(dataset.path).expanduser()
@@ -118,8 +120,16 @@ def find_missing(settings: Settings) -> ImageBuilds | None:
     from hermes_rl.sandboxes import ENGINES, Engine, ImageBuilds, build_options, missing_images
     from hermes_rl.task_folders import build_contexts
 
+    contexts = build_contexts(path, dataset.limit)
+    if sandbox.backend not in ("bubblewrap", *ENGINES):
+        if contexts:
+            raise UserError(
+                f"--sandbox {sandbox.backend} cannot play task folders with a Dockerfile: their "
+                "images are built for bubblewrap, docker and podman on this machine"
+            )
+        return None
     engine = Engine(sandbox.backend) if sandbox.backend in ENGINES else None
-    missing = missing_images(build_contexts(path, dataset.limit), engine)
+    missing = missing_images(contexts, engine)
     if not missing:
         return None
     how = sandbox.build

@@ -10,10 +10,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -42,7 +44,7 @@ from hermes_rl.config_endpoint import (
     check_address,
 )
 from hermes_rl.errors import UserError
-from hermes_rl.input_errors import nearest_file, refusal
+from hermes_rl.input_errors import nearest_file, refusal, unknown
 from hermes_rl.network import Network, parse_network
 from hermes_rl.tasks import LEAST_MEMORY, LEAST_STORAGE
 from hermes_rl.text import SECRETS
@@ -295,15 +297,61 @@ NetworkSetting = Annotated[Network, BeforeValidator(_network)]
 """`off`, `on`, or hosts: a list, or one text with commas."""
 
 
+BACKENDS = ("bubblewrap", "docker", "podman", "ssh", "none")
+"""Kinds of sandboxes that this package brings; the first is the default."""
+SANDBOX_GROUP = "hermes_rl.sandboxes"
+"""Entry points of packages that bring others."""
+
+
+class HostSection(Section):
+    """A machine of `sandbox.hosts`; what is not set is as in ~/.ssh/config."""
+
+    host: str
+    user: str | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    slots: Positive = 16
+    """Sandboxes at a time, of all workers of all users of the same account there."""
+    key: str | None = None
+    """File with the private key."""
+    known_hosts: str | None = None
+    """File with the machine's public key."""
+    python: str = "python3"
+    """Its Python, 3.11 or newer."""
+    folder: str | None = None
+    """Where sandboxes are kept there; None is its temporary folder."""
+
+
+_HOST = re.compile(r"(?:([^@\s]+)@)?([^@\s:]+|\[[^\]\s]+\])(?::(\d+))?")
+
+
+def _hosts(value: Any) -> Any:
+    """`USER@HOST:PORT` as a section, and a text with commas as a list."""
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        return listed
+    return [_host(entry.strip()) if isinstance(entry, str) else entry for entry in listed]
+
+
+def _host(text: str) -> dict[str, Any]:
+    found = _HOST.fullmatch(text)
+    if found is None:
+        raise UserError(f"'sandbox.hosts': {text!r} is not a machine. Write HOST or USER@HOST:PORT")
+    user, host, port = found.groups()
+    return {"host": host.strip("[]"), "user": user, "port": port}
+
+
 class SandboxSection(Section):
     """Identity: where commands run."""
 
-    backend: Literal["bubblewrap", "docker", "podman", "none"] = "bubblewrap"
+    backend: str = BACKENDS[0]
+    """One of `BACKENDS`, or the name of an entry point."""
     image: str | None = None
     network: NetworkSetting = False
     """Off, on, or a list of hosts, which are reached through an egress proxy."""
     limits: SandboxLimitsSection = SandboxLimitsSection()
     build: BuildSection = BuildSection()
+    hosts: Annotated[tuple[HostSection, ...], BeforeValidator(_hosts)] = ()
+    """The machines of `ssh`; not identity."""
 
 
 class RunSection(Section):
@@ -386,6 +434,21 @@ class RunConfig(Section):
             )
         if self.endpoint.base_url is not None:
             check_address(self.endpoint.base_url, "endpoint.base_url")
+        self._refuse_sandbox()
+        return self
+
+    def _refuse_sandbox(self) -> None:
+        kind = self.sandbox.backend
+        if kind not in BACKENDS:
+            others = [entry.name for entry in entry_points(group=SANDBOX_GROUP)]
+            if kind not in others:
+                raise UserError(unknown("sandbox", kind, (*BACKENDS, *others)))
+        if (kind == "ssh") != bool(self.sandbox.hosts):
+            raise UserError(
+                "--sandbox ssh needs machines: --hosts USER@HOST:PORT, or 'sandbox.hosts'"
+                if kind == "ssh"
+                else f"'sandbox.hosts' is for --sandbox ssh, and this is {kind}. Remove it"
+            )
         if self.sandbox.backend == "none" and not isinstance(self.sandbox.network, bool):
             raise UserError(
                 "--sandbox none cannot limit the network to hosts. "
@@ -396,7 +459,6 @@ class RunConfig(Section):
                 "--sandbox none runs the model's commands as you, on this machine. "
                 "Use the default sandbox, or add --allow-unsandboxed"
             )
-        return self
 
     def _refuse_idle_budgets(self) -> None:
         """Budgets of models that no call asks: they would bind nothing."""

@@ -237,6 +237,10 @@ def _named(config: RunConfig) -> dict[str, Any]:
     return {"mix": dict(mix)} if mix else {"name": config.model.name}
 
 
+_LOCAL = ("bubblewrap", "none")
+"""Backends whose images are folders, or stored images, of this machine."""
+
+
 def image_digest(image: str | None, backend: str) -> str | None:
     """What names the content of an image of a sandbox backend; None for the default image.
 
@@ -247,6 +251,9 @@ def image_digest(image: str | None, backend: str) -> str | None:
     from hermes_rl.sandboxes import ENGINES, Engine, digest_of
 
     try:
-        return Engine(backend).image(image).id if backend in ENGINES else digest_of(image)
+        if backend in ENGINES:
+            return Engine(backend).image(image).id
+        # Images of other backends are not on this machine: there the name is all that is known.
+        return digest_of(image) if backend in _LOCAL else image
     except (TaskFault, SandboxStartError) as error:
         raise UserError(f"--image {image}: {error}") from None

@@ -11,13 +11,23 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hermes_rl.agent import Limits, Policy
 from hermes_rl.checkpoints import Checkpoints
-from hermes_rl.config import PLAYED_MODELS, ModelConfig, RunConfig, SandboxSection
+from hermes_rl.config import (
+    BACKENDS as BACKENDS,
+)
+from hermes_rl.config import (
+    PLAYED_MODELS,
+    SANDBOX_GROUP,
+    HostSection,
+    ModelConfig,
+    RunConfig,
+)
 from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
 from hermes_rl.definitions import (
     extra_body_of,
@@ -63,8 +73,6 @@ from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
 from hermes_rl.text import SECRETS, mask
 from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
-
-BACKENDS = ("bubblewrap", "docker", "podman", "none")
 
 _CALLS_AT_ONCE = 8
 _EXPLICIT_KEY = "api_key"
@@ -265,7 +273,7 @@ async def open_run_context(
     """
     together = share or Share(maximum=concurrency)
     async with AsyncExitStack() as stack:
-        backend = make_backend(config.sandbox.backend, state_dir)
+        backend = backend_of(config, state_dir)
         stack.push_async_callback(backend.aclose)
         held = await asyncio.to_thread(all_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
@@ -344,21 +352,66 @@ async def open_link(
         yield Link(config.name, sampling_of(config), routes or Routes.to(NoopClient(), share))
 
 
-def make_backend(name: str, state_dir: Path | None = None) -> SandboxBackend:
-    """A sandbox backend by name. Raises: UserError for an unknown one."""
-    if name not in BACKENDS:
-        raise UserError(unknown("sandbox", name, BACKENDS))
-    if name == "none":
-        from hermes_rl.sandboxes import Subprocess
+def backend_of(config: RunConfig, state_dir: Path | None = None) -> SandboxBackend:
+    """The sandbox backend of a configuration. Raises: UserError."""
+    section = config.sandbox
+    plain = config.run.allow_unsandboxed
+    return make_backend(section.backend, state_dir, hosts=section.hosts, allow_plain=plain)
 
-        return Subprocess(state_dir=state_dir)
-    if name != "bubblewrap":
-        from hermes_rl.sandboxes import Containers
 
-        return Containers(name, state_dir=state_dir)
-    from hermes_rl.sandboxes import Bubblewrap
+def make_backend(
+    name: str,
+    state_dir: Path | None = None,
+    *,
+    hosts: Sequence[HostSection] = (),
+    allow_plain: bool = False,
+) -> SandboxBackend:
+    """A sandbox backend by name.
 
-    return Bubblewrap(state_dir=state_dir)
+    Args:
+        state_dir: where it keeps its folders on this machine.
+        hosts: the machines of `ssh`.
+        allow_plain: on machines without bubblewrap, `ssh` may run commands outside any sandbox.
+
+    Raises: UserError for an unknown one, or one that cannot be loaded.
+    """
+    from hermes_rl import sandboxes
+
+    match name:
+        case "bubblewrap":
+            return sandboxes.Bubblewrap(state_dir=state_dir)
+        case "none":
+            return sandboxes.Subprocess(state_dir=state_dir)
+        case "docker" | "podman":
+            return sandboxes.Containers(name, state_dir=state_dir)
+        case "ssh":
+            if not hosts:
+                raise UserError("sandbox 'ssh' needs machines: pass SshHosts([SshHost(...)])")
+            pool = [sandboxes.SshHost(**dict(host)) for host in hosts]
+            return sandboxes.SshHosts(pool, allow_plain=allow_plain)
+    return _foreign_backend(name, state_dir)
+
+
+def _foreign_backend(name: str, state_dir: Path | None) -> SandboxBackend:
+    """One that another package brings, by its entry point. Raises: UserError."""
+    found = {entry.name: entry for entry in entry_points(group=SANDBOX_GROUP)}
+    if name not in found:
+        raise UserError(unknown("sandbox", name, (*BACKENDS, *found)))
+    entry = found[name]
+    package = entry.dist.name if entry.dist else entry.value
+    try:
+        made: SandboxBackend = entry.load()(state_dir=state_dir)
+    except Exception as error:  # the code of another package, which may raise anything
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"sandbox {name!r} of the package {package} cannot be loaded: {why}"
+        ) from error
+    if not callable(getattr(made, "lease", None)) or not callable(getattr(made, "aclose", None)):
+        raise UserError(
+            f"sandbox {name!r} of the package {package} makes a {type(made).__name__}, "
+            "which is not a SandboxBackend: it needs lease and aclose"
+        )
+    return made
 
 
 async def open_models(
@@ -409,22 +462,22 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> End
 
         await asyncio.to_thread(check_gguf, Path(config.endpoint.model_path))
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
-        await _start_a_sandbox(config.sandbox)
+        await _start_a_sandbox(config)
     held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)
     return await reach_models(config, held)
 
 
-async def _start_a_sandbox(section: SandboxSection) -> None:
-    backend_name, image = section.backend, section.image
-    if backend_name == "none":
+async def _start_a_sandbox(config: RunConfig) -> None:
+    section = config.sandbox
+    if section.backend == "none":
         return
-    if backend_name != "bubblewrap" and image is None:  # then each row names its own
-        from hermes_rl.sandboxes import Engine
+    if section.backend in ("docker", "podman") and section.image is None:
+        from hermes_rl.sandboxes import Engine  # each row names its own image
 
-        await asyncio.to_thread(lambda: Engine(backend_name).version())
+        await asyncio.to_thread(lambda: Engine(section.backend).version())
         return
-    backend = make_backend(backend_name)
-    spec = SandboxSpec(lease="try-out", image=image, network=section.network)
+    backend = backend_of(config)
+    spec = SandboxSpec(lease="try-out", image=section.image, network=section.network)
     try:
         async with await backend.lease(spec):
             pass

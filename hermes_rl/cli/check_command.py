@@ -27,8 +27,9 @@ SHOWN = 50
 
 
 _Sandbox = Annotated[
-    str | None, typer.Option(help="--run: bubblewrap, docker or podman [bubblewrap]")
+    str | None, typer.Option(help="--run: bubblewrap, docker, podman or ssh [bubblewrap]")
 ]
+_Hosts = Annotated[str | None, typer.Option(help="--run --sandbox ssh: USER@HOST:PORT,...")]
 _Image = Annotated[str | None, typer.Option(help="--run: image of tasks that name none")]
 
 
@@ -38,6 +39,7 @@ def command(
         bool, typer.Option("--run", help="play oracle (1), no-op (0) and cheats (0) for real")
     ] = False,
     sandbox: _Sandbox = None,
+    hosts: _Hosts = None,
     image: _Image = None,
     columns: Annotated[
         list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
@@ -66,7 +68,7 @@ def command(
     \b
     hermes-rl check my.jsonl              every bad row with its line; scripts through bash -n
     hermes-rl check my.jsonl --run        oracle must give 1, doing nothing 0, cheating 0
-    hermes-rl check runs/smoke-local      schema and books of a run
+    hermes-rl check runs/smoke-local      schema and usage of a run
     hermes-rl check runs/rl --tokens      each branch: identical, bridged, or forked here because
     hermes-rl check runs/smoke-local --secrets    keys and passwords in its texts
     hermes-rl check runs/rl --masks --tokenizer Qwen/Qwen3-8B
@@ -83,15 +85,14 @@ def command(
         if secrets:
             return _check_secrets(path, as_json)
         return _check_run(path, repair, as_json)
-    for_runs = {"--repair": repair, "--tokens": tokens, "--masks": masks, "--secrets": secrets}
-    if name := next((name for name, chosen in for_runs.items() if chosen), ""):
+    for_runs = {"repair": repair, "tokens": tokens, "masks": masks, "secrets": secrets}
+    if name := next((f"--{name}" for name, chosen in for_runs.items() if chosen), ""):
         raise UserError(f"{target} is not a run directory; {name} is for runs")
-    renames = column_map(columns)
-    where = {"backend": sandbox, "image": image}
-    section = {name: value for name, value in where.items() if value is not None}
+    where = {"backend": sandbox, "image": image, "hosts": hosts}
+    section = {name: value for name, value in where.items() if value}
     if section and not run:
-        raise UserError("--sandbox and --image are for --run")
-    return _check_dataset(target, renames, limit, section if run else None, as_json)
+        raise UserError("--sandbox, --hosts and --image are for --run")
+    return _check_dataset(target, column_map(columns), limit, section if run else None, as_json)
 
 
 def _check_dataset(

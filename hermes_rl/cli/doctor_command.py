@@ -171,8 +171,30 @@ def sandboxes() -> list[Finding]:
     none = "--sandbox none shows agents all that you can read, solutions of bundled tasks too"
     found.append(Finding("sandboxes", "none", None, none))
     found += [Finding("sandboxes", name, None, _engine(name)) for name in ENGINES]
-    later = "not in this version: ssh, apptainer, modal"
-    return [*found, Finding("sandboxes", "others", None, later)]
+    return [*found, Finding("sandboxes", "ssh", None, _ssh()), *_foreign()]
+
+
+def _ssh() -> str:
+    found = library("sandboxes", "asyncssh", "pip install 'hermes-rl[ssh]'")
+    if not found.good:
+        return f"asyncssh is {found.text}"
+    return f"asyncssh {found.text}; `hermes-rl sandboxes list --hosts A,B` looks at machines"
+
+
+def _foreign() -> list[Finding]:
+    """Backends that other packages bring."""
+    from hermes_rl.config import SANDBOX_GROUP
+    from hermes_rl.wiring import make_backend
+
+    found = []
+    for entry in importlib.metadata.entry_points(group=SANDBOX_GROUP):
+        try:
+            make_backend(entry.name)
+            good, text = None, f"of the package {entry.dist.name if entry.dist else entry.value}"
+        except UserError as error:
+            good, text = False, str(error)
+        found.append(Finding("sandboxes", entry.name, good, text))
+    return found
 
 
 def _engine(name: str) -> str:

@@ -78,7 +78,10 @@ FLAGS = {
     "concurrency": Flag("run.concurrency", "Rollouts in flight over all workers [64]", kind=_WHOLE),
     "max_attempts": Flag("run.max_attempts", "Failures until a unit is given up [3]", kind=_WHOLE),
     "retry_failed": Flag("run.retry_failed", "Open again what was given up", kind=_SWITCH),
-    "sandbox": Flag("sandbox.backend", "bubblewrap, docker, podman or none [bubblewrap]", "KIND"),
+    "sandbox": Flag(
+        "sandbox.backend", "bubblewrap, docker, podman, ssh, none [bubblewrap]", "KIND"
+    ),
+    "hosts": Flag("sandbox.hosts", "Machines of --sandbox ssh: USER@HOST:PORT", "A,B"),
     "image": Flag("sandbox.image", "Root of the sandbox", "IMAGE"),
     "network": Flag(
         "sandbox.network", "off, on, or hosts: pypi.example,*.example.org:8080 [off]", "HOSTS"
@@ -86,7 +89,11 @@ FLAGS = {
     "checkpoint_turns": Flag(
         "run.checkpoint_turns", "Keep a checkpoint of each rollout every N turns", kind=_WHOLE
     ),
-    "allow_unsandboxed": Flag("run.allow_unsandboxed", "Permit --sandbox none", kind=_SWITCH),
+    "allow_unsandboxed": Flag(
+        "run.allow_unsandboxed",
+        "Permit --sandbox none, and ssh to machines without bubblewrap",
+        kind=_SWITCH,
+    ),
     "budget_usd": Flag(
         "run.budget_usd", "US dollars for the whole run, resumed or not", kind=_NUMBER
     ),

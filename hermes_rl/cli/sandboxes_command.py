@@ -3,53 +3,74 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hermes_rl.errors import ExitCode
+from hermes_rl.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hermes_rl.sandboxes import Held, SshHost, Worker
 
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="Sandboxes of this user on this machine: list, reap.",
+    help="Sandboxes of this user, on this machine or others: list, reap.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _State = Annotated[
     Path | None, typer.Option("--state", help="state folder of the workers [the default one]")
 ]
+_Hosts = Annotated[
+    str | None,
+    typer.Option(help="those of your account on these machines: USER@HOST:PORT,...", metavar="A,B"),
+]
+_Config = Annotated[
+    Path | None, typer.Option("--config", help="those on the machines of its 'sandbox.hosts'")
+]
 
 
 @app.command("list")
-def list_sandboxes(state: _State = None) -> int:
+def list_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config = None) -> int:
     """Print each worker, whether it lives, and its sandboxes.
 
     \b
     hermes-rl sandboxes list
+    hermes-rl sandboxes list --hosts me@one.example,two.example
     """
-    from hermes_rl.cli.render import visible
     from hermes_rl.sandboxes import default_state_dir, workers
 
+    if machines := _machines(hosts, config):
+        return _on_each(machines, "listed", _list_remote)
     folder = state or default_state_dir()
-    found = workers(folder)
-    for worker in found:
-        print(f"worker {worker.pid}: {'running' if worker.alive else 'dead, to be reaped'}")
-        for held in worker.sandboxes:
-            age = max(0, int(time.time() - held.since))
-            lease = visible(held.lease) or "(nothing runs in it)"
-            print(f"  {lease}  {held.where}  {age:,} s")
-    total = sum(len(worker.sandboxes) for worker in found)
-    dead = sum(not worker.alive for worker in found)
-    print(f"{total} sandboxes, {len(found)} workers, {dead} of them dead, in {folder}")
+    _print_workers(workers(folder), str(folder))
     return ExitCode.DONE
 
 
+def _print_workers(found: Sequence[Worker], where: str) -> None:
+    from hermes_rl.cli.render import visible
+
+    by_pid: dict[tuple[int, bool], list[Held]] = {}
+    for worker in found:  # a process with several backends is one worker to its user
+        by_pid.setdefault((worker.pid, worker.alive), []).extend(worker.sandboxes)
+    for (pid, alive), sandboxes in by_pid.items():
+        print(f"worker {pid}: {'running' if alive else 'dead, to be reaped'}")
+        for held in sandboxes:
+            age = max(0, int(time.time() - held.since))
+            lease = visible(held.lease) or "(nothing runs in it)"
+            print(f"  {lease}  {held.where}  {age:,} s")
+    total = sum(map(len, by_pid.values()))
+    dead = sum(not alive for _, alive in by_pid)
+    print(f"{total} sandboxes, {len(by_pid)} workers, {dead} of them dead, in {where}")
+
+
 @app.command("reap")
-def reap_sandboxes(state: _State = None) -> int:
+def reap_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config = None) -> int:
     """End and remove what dead workers left; sandboxes of living workers stay.
 
     Every run does this at its start.
@@ -57,14 +78,68 @@ def reap_sandboxes(state: _State = None) -> int:
     \b
     hermes-rl sandboxes reap
     """
-    from hermes_rl.sandboxes import default_state_dir, limits, reap, workers
+    from hermes_rl.sandboxes import default_state_dir, reap_counted
 
-    folder = state or default_state_dir()
-    left = {w.name: len(w.sandboxes) for w in workers(folder) if not w.alive}
-    gone = reap(folder, limits.detect().bases) if left else []
-    after = {w.name for w in workers(folder) if not w.alive}
-    removed = sum(left.get(name, 0) for name in gone if name not in after)
-    print(f"{removed} sandboxes of {len(left)} dead workers removed")
-    if after:
-        print(f"{len(after)} could not be removed: start the engine of their containers")
-    return ExitCode.GIVEN_UP if after else ExitCode.DONE
+    if machines := _machines(hosts, config):
+        return _on_each(machines, "reap", _print_reaped)
+    return _print_reaped(reap_counted(state or default_state_dir()), "")
+
+
+def _print_reaped(found: Mapping[str, Any], where: str) -> int:
+    at = f" on {where}" if where else ""
+    print(f"{found['removed']} sandboxes of {found['dead']} dead workers removed{at}")
+    if found["left"]:
+        print(f"{found['left']} could not be removed{at}: start the engine of their containers")
+    return ExitCode.GIVEN_UP if found["left"] else ExitCode.DONE
+
+
+def _list_remote(found: Mapping[str, Any], where: str) -> int:
+    from hermes_rl.sandboxes import Held, Worker
+
+    _print_workers(
+        [
+            Worker(**{**w, "sandboxes": [Held(**h) for h in w["sandboxes"]]})
+            for w in found["workers"]
+        ],
+        where,
+    )
+    return ExitCode.DONE
+
+
+def _machines(hosts: str | None, config: Path | None) -> list[SshHost]:
+    """The machines that are named. Raises: UserError."""
+    from hermes_rl.config import SandboxSection, load_config
+    from hermes_rl.sandboxes import SshHost
+
+    named: Any = hosts
+    if config is not None and hosts is None:
+        named = (load_config(config).get("sandbox") or {}).get("hosts")
+        if not named:
+            raise UserError(f"{config}: 'sandbox.hosts' names no machine")
+    if named is None:
+        return []
+    return [SshHost(**dict(host)) for host in SandboxSection(hosts=named).hosts]
+
+
+def _on_each(
+    machines: Sequence[SshHost], verb: str, show: Callable[[Mapping[str, Any], str], int]
+) -> int:
+    """Ask each machine, and show its answer. Returns the worst exit code."""
+    from hermes_rl.aio import run_sync
+    from hermes_rl.sandboxes import Link, SshHosts
+
+    async def ask() -> int:
+        worst: int = ExitCode.DONE
+        pool = SshHosts(machines, only_look=True)
+        try:
+            for host, link in await pool.connect():
+                if isinstance(link, Link):
+                    worst = max(worst, show((await link.call(verb, {}))[0], str(host)))
+                else:
+                    print(link)
+                    worst = ExitCode.GIVEN_UP
+        finally:
+            await pool.aclose()
+        return worst
+
+    return run_sync(ask())

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hermes_rl.sandboxes.files import Beneath, Look
     from hermes_rl.sandboxes.grading import FORMAT, Packing, Unpackable, pack_in_thread, reading
     from hermes_rl.sandboxes.images import BuildOptions, Image, ImageStore
-    from hermes_rl.sandboxes.limits import measure
+    from hermes_rl.sandboxes.limits import measure, reap_counted
     from hermes_rl.sandboxes.none import Subprocess
     from hermes_rl.sandboxes.probe import find_binary, probe_machine, reachable
     from hermes_rl.sandboxes.processes import (
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from hermes_rl.sandboxes.programs import BuildFailed
     from hermes_rl.sandboxes.recipe import OPEN_FILES, digest_of, make_etc, solutions
+    from hermes_rl.sandboxes.remote import Link, RemoteSandbox
     from hermes_rl.sandboxes.session import Background
     from hermes_rl.sandboxes.shell import (
         LINE_MAX,
@@ -69,7 +70,17 @@ if TYPE_CHECKING:
         ShellPaths,
         supervisor_text,
     )
-    from hermes_rl.sandboxes.slots import Home, Storage, default_state_dir, lock, reap, workers
+    from hermes_rl.sandboxes.slots import (
+        Held,
+        Home,
+        Storage,
+        Worker,
+        default_state_dir,
+        lock,
+        reap,
+        workers,
+    )
+    from hermes_rl.sandboxes.ssh import SshHost, SshHosts
     from hermes_rl.sandboxes.watchdog import memory_folder, remove_tree
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 from hermes_rl.sandboxes import processes, watchdog
 from hermes_rl.sandboxes.base import SandboxLimits
 from hermes_rl.sandboxes.files import Beneath, Look
-from hermes_rl.sandboxes.slots import Storage
+from hermes_rl.sandboxes.slots import Storage, reap, workers
 
 RESERVE_BYTES = 1 << 30
 STEP_BYTES = 64 << 20
@@ -311,3 +311,19 @@ def _unlinked(init: int) -> int:
                     if file.st_nlink == 0 and file.st_dev in devices and stat.S_ISREG(file.st_mode):
                         found[file.st_dev, file.st_ino] = file.st_blocks * 512
     return sum(found.values())
+
+
+def reap_counted(state: Path) -> dict[str, int]:
+    """Clean up after all owners that are gone. Blocks. Returns how many sandboxes were `removed`,
+    of how many `dead` workers, and how many of these are `left`."""
+    found = [w for w in workers(state) if not w.alive]
+    gone = reap(state, detect().bases) if found else []
+    after = [w for w in workers(state) if not w.alive]
+    kept = {w.name for w in after}
+    removed = sum(len(w.sandboxes) for w in found if w.name in gone and w.name not in kept)
+    # A process with several backends is one worker to its user.
+    return {
+        "removed": removed,
+        "dead": len({w.pid for w in found}),
+        "left": len({w.pid for w in after}),
+    }

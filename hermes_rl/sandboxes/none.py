@@ -310,6 +310,6 @@ class Subprocess:
 
 
 def _remove(memory: Path, box: Path) -> None:
-    """Remove a box's folders; one, where memory had no storage."""
+    """Remove a sandbox's folders; one, where memory had no storage."""
     remove_tree(memory)
     remove_tree(box)

