@@ -126,6 +126,8 @@ class MessageAdded(_Event, frozen=True, kw_only=True, tag="message"):
     """For tool results: whether the tool succeeded."""
     seconds: float | None = None
     """For tool results: how long the tool took."""
+    raw_text: str | None = None
+    """For tool results to which the harness joined a note: the result without it."""
     suspected_unparsed: bool = False
     """For answers of the model: they may hold a tool call that nobody parsed, nor ran."""
 

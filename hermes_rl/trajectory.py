@@ -277,6 +277,8 @@ def _info(e: ev.MessageAdded, content: Any) -> MessageInfo:
             raw_arguments = [c.arguments for c in message.tool_calls]
         if message.reasoning_details is not None:
             details = _json(message.reasoning_details)
+    elif e.raw_text is not None:
+        raw_content = e.raw_text
     return MessageInfo(
         role=message.__struct_config__.tag,  # type: ignore[arg-type]
         turn=e.turn,

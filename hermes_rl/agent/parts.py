@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from hermes_rl.agent.policy import Budget, Limits, Policy
-from hermes_rl.agent.prompt import WORDINGS, Messages
+from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy, Refunds
+from hermes_rl.agent.prompt import HINTS, WORDINGS, Messages, budget_hint
 from hermes_rl.errors import Interrupted
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
@@ -31,7 +31,7 @@ from hermes_rl.models import (
 )
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox
-from hermes_rl.tools import Tool, schemas
+from hermes_rl.tools import LoopState, Tool, schemas
 from hermes_rl.usage import Usage
 
 
@@ -44,14 +44,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     active_s: float
     invalid_turns: int
-    last_call: tuple[str, str, str] | None
-    same_calls: int
     last_content: str | None
     final_response: str | None
     counts: dict[str, int]
     tool_state: dict[str, Any]
     seconds: float
     """Since the run's start."""
+    loop: LoopState = LoopState()
+    refunded: int = 0
+    hinted: int = 0
 
 
 _ELSEWHERE = ("counts", "seconds", "tool_state")
@@ -139,7 +140,8 @@ class AgentResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """Counts, absent when zero. `suspected_unparsed_calls`: answers that may hold a tool call
     which no server parsed (`models.looks_unparsed`). `discarded_answers`, `continued_answers`,
-    `nudges`, `duplicate_calls`: what the policy's switches did. `thinking_budget_exhausted`: 1 when
+    `nudges`, `duplicate_calls`, `loop_warnings`, `budget_hints`: what the policy's switches did.
+    `refunded_turns`: turns that did not count. `thinking_budget_exhausted`: 1 when
     the output limit went into reasoning."""
 
 
@@ -267,10 +269,14 @@ class RunState:
     active_s: float = 0.0
     invalid_turns: int = 0
     """Turns in a row without one valid call."""
-    last_call: tuple[str, str, str] | None = None
-    """Tool, arguments and result of the last call."""
-    same_calls: int = 0
-    """How often in a row that call gave that result."""
+    loop: LoopState = field(default_factory=LoopState)
+    """What is remembered of the calls, to notice repetitions."""
+    looping: bool = False
+    """The last turn reached a bound of them."""
+    refunded: int = 0
+    """Turns that do not count against the limit."""
+    hinted: int = 0
+    """The key of `prompt.HINTS` that the model read last."""
     tries: Tries = field(default_factory=Tries)
     """What was tried for the answer of this turn."""
     last_content: str | None = None
@@ -347,6 +353,7 @@ class RunState:
         synthetic: bool = False,
         tool_ok: bool | None = None,
         seconds: float | None = None,
+        raw_text: str | None = None,
     ) -> None:
         """Append a message and record it."""
         self.conversation.append(message)
@@ -364,6 +371,7 @@ class RunState:
                 synthetic=synthetic,
                 tool_ok=tool_ok,
                 seconds=seconds,
+                raw_text=raw_text,
                 suspected_unparsed=unparsed,
             )
         )
@@ -398,12 +406,45 @@ class RunState:
     def check_limits(self) -> None:
         """Before each turn. Raises: Finish when a limit of the run is reached."""
         limits = self.parts.limits
-        if limits.max_turns is not None and self.turn >= limits.max_turns:
+        if limits.max_turns is not None and self.turns_used >= limits.max_turns:
             raise Finish("max_turns")
         self.check_tokens()
         self.check_time()
         if self.parts.budget is not None and not self.parts.budget.consume():
             raise Finish("max_turns")
+
+    @property
+    def turns_used(self) -> int:
+        """Turns that count against the limit."""
+        return self.turn - self.refunded
+
+    def refund(self) -> None:
+        """The present turn does not count. At most as many are refunded as the limit allows, so
+        that every run ends."""
+        limit = self.parts.limits.max_turns
+        if limit is not None and self.refunded >= limit:
+            return
+        self.refunded += 1
+        self.note("refunded_turns")
+        if isinstance(self.parts.budget, Refunds):
+            self.parts.budget.refund()
+
+    def budget_hint(self) -> str | None:
+        """What the model is to read about the turns that are left; None between the marks."""
+        used, limit = self.turns_used, self.parts.limits.max_turns
+        shared = self.parts.budget
+        if isinstance(shared, IterationBudget) and (
+            limit is None or shared.used * limit > used * shared.max_total
+        ):
+            used, limit = shared.used, shared.max_total
+        if limit is None:
+            return None
+        reached = [mark for mark in HINTS if used * 100 >= mark * limit]
+        if used >= limit or not reached or reached[-1] <= self.hinted:
+            return None
+        self.hinted = reached[-1]
+        self.note("budget_hints")
+        return budget_hint(self.hinted, used, limit)
 
     def check_tokens(self) -> None:
         """Raises: Finish when the tokens of the run are used up."""
@@ -427,7 +468,7 @@ class RunState:
         self.invalid_turns = 0 if valid else self.invalid_turns + 1
         if self.invalid_turns >= policy.invalid_turn_limit:
             raise Finish("invalid_tool_calls")
-        if policy.tool_loop_limit is not None and self.same_calls >= policy.tool_loop_limit:
+        if self.looping:
             raise Finish("tool_loop")
 
     def time_left(self, most: float) -> float:

@@ -11,6 +11,7 @@ from hermes_rl.agent.prompt import LATEST, WORDINGS
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.models import Sampling
+from hermes_rl.tools import Bounds
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,15 @@ class Budget(Protocol):
 
     def consume(self) -> bool:
         """Take one turn; False when none is left. Called from the threads of all agents."""
+        ...
+
+
+@runtime_checkable
+class Refunds(Protocol):
+    """What a budget may offer beside `Budget`."""
+
+    def refund(self) -> None:
+        """Give one turn back."""
         ...
 
 
@@ -66,6 +76,11 @@ class IterationBudget:
                 return False
             self._used += 1
             return True
+
+    def refund(self) -> None:
+        """See `Refunds`."""
+        with self._lock:
+            self._used = max(0, self._used - 1)
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,16 @@ class Policy:
     is: what is recorded stays the model's own."""
     tool_loop_limit: int | None = None
     """End as `tool_loop` when one call gave one result this often in a row; None never does."""
+    detect_cycles: bool = False
+    """`tool_loop_limit` also bounds runs of one cycle of up to four calls (A B A B), and failures
+    of one call, whatever its results."""
+    tool_failure_limit: int | None = None
+    """End as `tool_loop` when one tool failed this often and nothing that changes something
+    succeeded in between; None never does."""
+    loop_warnings: bool = False
+    """Tell the model, behind a tool's result, that it repeats itself (`tools.guardrails`)."""
+    budget_hints: bool = False
+    """Tell the model, behind a tool's result, when 70 and 90 % of its turns are used."""
     command_timeout_s: int = 180
     """Seconds that a command of the tool `terminal` has when the model names none."""
     spill_results: bool = False
@@ -125,6 +150,15 @@ class Policy:
     """Version of the system prompt and of what the harness says (`agent.prompt.WORDINGS`)."""
     sampling: Sampling = field(default_factory=Sampling)
     """Sent where the user's sampling says nothing."""
+
+    @property
+    def loop_bounds(self) -> Bounds | None:
+        """When calls that repeat end a run; None never."""
+        limit, failures = self.tool_loop_limit, self.tool_failure_limit
+        if limit is None and failures is None:
+            return None
+        more = limit if self.detect_cycles else None
+        return Bounds(failing_call=more, failing_tool=failures, repeats=limit, cycles=more)
 
     def complete(self, chosen: Sampling) -> Sampling:
         """The user's sampling, filled up by this policy's own. Idempotent."""
@@ -176,6 +210,10 @@ _HELPED = Policy(
     repair_history=True,
     tool_loop_limit=5,
     command_timeout_s=60,
+    detect_cycles=True,
+    tool_failure_limit=8,
+    loop_warnings=True,
+    budget_hints=True,
     spill_results=True,
     fence_untrusted=True,
 )

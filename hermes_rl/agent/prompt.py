@@ -158,6 +158,22 @@ def system_prompt(preset: str, tools: Collection[str], wording: int = LATEST) ->
     return texts.with_tools + ("" if preset == "interactive" else texts.unattended)
 
 
+HINTS = {
+    70: "Start to bring the work to an end.",
+    90: "Finish what is essential now, then give your answer.",
+}
+"""Percentage of the turns that are used -> what the model reads then."""
+
+
+def budget_hint(percent: int, used: int, limit: int) -> str:
+    """A hint that turns run out, as it is added to a tool's result.
+
+    Args:
+        percent: a key of `HINTS`.
+    """
+    return f"\n\n[You have used {used} of your {limit} turns. {HINTS[percent]}]"
+
+
 def steer_note(texts: Collection[str]) -> str:
     """What the user said while tools ran, as it is added to a tool's result."""
     return "\n\n[Message from the user while you were working: " + "\n".join(texts) + "]"

@@ -22,7 +22,7 @@ from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
 from hermes_rl.text import clean, to_json
-from hermes_rl.tools import Tool, ToolContext, read_arguments
+from hermes_rl.tools import WARN, Tool, ToolContext, find_loop, observe, read_arguments
 
 MAX_TOOL_S = 600.0
 """Bound of one tool call, whatever the limits say."""
@@ -167,22 +167,52 @@ class _Turn:
         return outcome if text is outcome.text else replace(outcome, text=text)
 
     def _add(self, outcome: _Outcome) -> None:
-        call = self.calls[self.done]
-        text = outcome.text
-        if self.done + 1 == len(self.calls) and (texts := self.run.control.take_steers()):
-            text += steer_note(texts)
-        self.done += 1
-        self._chars += len(outcome.text)
+        call, text = self.calls[self.done], outcome.text
+        self._chars += len(text)
         self.valid = self.valid or not outcome.invalid
-        self._watch(call, outcome.text)
-        message = ToolMessage(tool_call_id=call.id, name=call.name, content=text)
-        self.run.add(message, tool_ok=outcome.ok, seconds=outcome.seconds)
+        text += self._notes(outcome)
+        self.done += 1
+        self.run.add(
+            ToolMessage(tool_call_id=call.id, name=call.name, content=text),
+            tool_ok=outcome.ok,
+            seconds=outcome.seconds,
+            raw_text=None if text == outcome.text else outcome.text,
+        )
 
-    def _watch(self, call: ToolCall, text: str) -> None:
-        run = self.run
-        this = (call.name, call.arguments, text)
-        run.same_calls = run.same_calls + 1 if this == run.last_call else 1
-        run.last_call = this
+    def _notes(self, outcome: _Outcome) -> str:
+        """What joins a result: a warning, and to the turn's last one a hint and the user's text."""
+        run, notes = self.run, self._watch(outcome)
+        if self.done + 1 < len(self.calls):
+            return notes
+        if all(tool is not None and tool.refunds_turn for tool in self.tools):
+            run.refund()
+        elif run.parts.policy.budget_hints:
+            notes += run.budget_hint() or ""
+        if texts := run.control.take_steers():
+            notes += steer_note(texts)
+        return notes
+
+    def _watch(self, outcome: _Outcome) -> str:
+        """Notice repetitions; returns what the model reads about them."""
+        run, policy = self.run, self.run.parts.policy
+        bounds = policy.loop_bounds
+        if bounds is None and not policy.loop_warnings:
+            return ""
+        call, tool = self.calls[self.done], self.tools[self.done]
+        name = call.name if tool is None else tool.name
+        run.loop = observe(
+            run.loop,
+            tool=name,
+            arguments=call.arguments,
+            result=outcome.text,
+            ok=outcome.ok,
+            changes=tool is not None and not tool.parallel,
+        )
+        run.looping |= bounds is not None and find_loop(run.loop, name, bounds) is not None
+        if policy.loop_warnings and (found := find_loop(run.loop, name, WARN)):
+            run.note("loop_warnings")
+            return found.warning(name)
+        return ""
 
     def fill(self, why: str) -> None:
         """Give every call that has no result yet one that says why."""

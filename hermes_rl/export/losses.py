@@ -132,6 +132,7 @@ def _images(content: str | Sequence[Mapping[str, Any]]) -> int:
 def _count_message(losses: Losses, message: Mapping[str, Any], info: Mapping[str, Any]) -> None:
     losses.lose("reasoning", "reasoning_content" in message)
     losses.lose("opaque_reasoning", info["reasoning_details"] is not None)
-    losses.lose("raw_text", info["raw_content"] is not None)
+    answer = info["role"] == "assistant"  # of a tool it is the result without hints
+    losses.lose("raw_text", answer and info["raw_content"] is not None)
     losses.lose("unparsed_arguments", unparsed(message))
     losses.lose("images", _images(message["content"]))

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hermes_rl.tools import read_file, search_files, terminal
     from hermes_rl.tools.base import Tool, ToolContext, ToolResult, read_arguments, tool
     from hermes_rl.tools.functions import function_tool
+    from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe
     from hermes_rl.tools.matching import STRATEGIES, find, replace
     from hermes_rl.tools.shell import resolve_paths
     from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, with_timeout

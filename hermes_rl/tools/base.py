@@ -70,6 +70,8 @@ class Tool:
     files."""
     writes: bool = False
     """It changes that file."""
+    refunds_turn: bool = False
+    """A turn whose calls are all of such tools does not count against the limit of turns."""
     untrusted: bool = False
     """Its results come from others than the user, such as web pages: they are fenced."""
 

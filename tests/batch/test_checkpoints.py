@@ -15,7 +15,7 @@ from hermes_rl.testing import FakeServer
 TURNS = 30
 EVERY = 5
 COUNT_COMMAND = "export N=$((N+1)); mkdir -p d$N; cd d$N; echo $N >>/tmp/kept; wc -l </tmp/kept"
-BUBBLEWRAP = ("--workers", "0", "--sandbox", "bubblewrap", "--max-turns", "40")
+BUBBLEWRAP = ("--workers", "0", "--sandbox", "bubblewrap", "--max-turns", "60")
 
 
 def episode(turns: int = TURNS, *, latency_s: float = 0.02, **more: Any) -> dict[str, Any]:
