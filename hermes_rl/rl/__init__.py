@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hermes_rl.messages import AssistantMessage, Message, UserMessage
     from hermes_rl.rl import faults
     from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
-    from hermes_rl.rl.context import BoxResult, Grading, RolloutContext
+    from hermes_rl.rl.context import Grading, RolloutContext, ScriptResult
     from hermes_rl.rl.cpu import Pool
     from hermes_rl.rl.environment import EnvConfig, Environment, make_task
     from hermes_rl.rl.episodes import Host, open_host

@@ -21,7 +21,7 @@ _WRITTEN = "put"
 
 
 @dataclass(frozen=True)
-class BoxResult:
+class ScriptResult:
     """How a script ended in a grading sandbox."""
 
     exit_code: int
@@ -61,7 +61,7 @@ class Grading:
         files: Mapping[str, bytes | str] | None = None,
         timeout_s: float = 120.0,
         image: str | None = None,
-    ) -> BoxResult:
+    ) -> ScriptResult:
         """Run a bash script; $WORKSPACE is what the agent left, $VERIFY holds `files`, read-only.
 
         Raises: CannotJudge when no grading sandbox starts.
@@ -82,14 +82,14 @@ class Grading:
                 failures.append(f"{type(fault).__name__}: {fault}")
                 continue
             self.seconds += result.seconds
-            return BoxResult(
+            return ScriptResult(
                 exit_code=result.exit_code,
                 output=result.output,
                 timed_out=result.timed_out,
                 report=result.report.decode("utf-8", "replace").strip(),
                 seconds=result.seconds,
             )
-        raise NoVerdict(f"no grading box after {BOXES} tries; the last: {failures[-1]}")
+        raise NoVerdict(f"no grading sandbox after {BOXES} tries; the last: {failures[-1]}")
 
     async def verify(self, verifier: Verify | None) -> float:
         """Return the reward of a task's own verifier (DESIGN 5.1): `task.verify`.
@@ -139,6 +139,12 @@ class Grading:
         )
 
 
+def _require(value: T | None, why_absent: str) -> T:
+    if value is None:
+        raise UserError(why_absent)
+    return value
+
+
 def _bytes(data: bytes | str) -> bytes:
     return data.encode() if isinstance(data, str) else bytes(data)
 
@@ -181,36 +187,35 @@ class RolloutContext:
     @property
     def sandbox(self) -> Sandbox:
         """The agent's own sandbox. Raises: UserError outside `start`, and without a sandbox."""
-        if self._sandbox is None:
-            raise UserError(
-                "ctx.sandbox exists only in start(), and only with `sandboxed`; compute_reward has "
-                "ctx.grading"
-            )
-        return self._sandbox
+        return _require(
+            self._sandbox,
+            "ctx.sandbox exists only in start(), and only with `sandboxed`; compute_reward has "
+            "ctx.grading",
+        )
 
     @property
     def grading(self) -> Grading:
         """The workspace that the agent left. Raises: UserError outside `compute_reward`."""
-        if self._grading is None:
-            raise UserError("ctx.grading exists only in compute_reward(), and with `sandboxed`")
-        return self._grading
+        return _require(
+            self._grading, "ctx.grading exists only in compute_reward(), and with `sandboxed`"
+        )
 
     @property
     def judge(self) -> Judge:
         """The model that judges. Raises: UserError when the run names none."""
-        if self._judge is None:
-            raise UserError("the run names no judge: set env.judge.name, and put 'judge' in `uses`")
-        return self._judge
+        return _require(
+            self._judge, "the run names no judge: set env.judge.name, and put 'judge' in `uses`"
+        )
 
     @property
     def user(self) -> ModelHandle:
         """The model that plays the user. Raises: UserError when the run names none."""
-        if self._user is None:
-            raise UserError("the run names no user: set env.user.name, and put 'user' in `uses`")
-        return self._user
+        return _require(
+            self._user, "the run names no user: set env.user.name, and put 'user' in `uses`"
+        )
 
     async def cpu(self, function: Callable[..., T], *args: Any, timeout_s: float = 120.0) -> T:
-        """Call a module-level function in another process, so that other rollouts go on.
+        """Call a module-level function in another process, so that other rollouts continue.
 
         Args:
             function: found by module and name: no lambda, no method, no local function.
@@ -219,7 +224,6 @@ class RolloutContext:
 
         Raises: CannotJudge when the process died or ran too long; the function's own exceptions.
         """
-        if self._cpu is None:
-            raise UserError("ctx.cpu has no processes here")
-        found: T = await self._cpu(function, *args, timeout_s=timeout_s)
-        return found
+        run = _require(self._cpu, "ctx.cpu has no processes here")
+        result: T = await run(function, *args, timeout_s=timeout_s)
+        return result

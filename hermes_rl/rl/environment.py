@@ -123,7 +123,7 @@ class Environment(ABC, Generic[C]):
         The agent's processes are dead; `ctx.grading` works on what they left.
 
         Raises: CannotJudge for a fault of the verifier. The method is called again twice, with the
-            same `ctx.state` and `ctx.rng`; then the attempt is no member of its group. Any other
+            same `ctx.state` and `ctx.rng`; then the attempt is not a member of its group. Any other
             exception is such a fault too, without further calls.
         """
 

@@ -117,7 +117,7 @@ class EnvEpisode(Episode):
         self._env, self._task, self._log = host.env, stage.task, stage.log
         self.env_name = host.env.name
         self.sandboxed = host.env.config.sandboxed
-        # An environment without its own `reply` is not asked for one.
+        # `reply` is not called if the environment does not override it.
         self.replies = type(host.env).reply is not Environment.reply
 
     def tools(self) -> Mapping[str, Tool]:
@@ -171,8 +171,8 @@ class EnvEpisode(Episode):
     async def judge(self, sandbox: Sandbox | None, rollout: Rollout) -> Graded:
         """Compute the reward of a rollout over the workspace in a sandbox.
 
-        After `CannotJudge` the environment is asked again with the same workspace and state, as
-        often as a verifier gets sandboxes. After `NoVerdict` it is not: it has used its attempts.
+        After `CannotJudge` the environment grades again with the same workspace and state, as often
+        as a verifier gets sandboxes. After `NoVerdict` it does not: all attempts are used.
 
         Raises: VerifierFault and other HermesErrors.
         """

@@ -87,7 +87,7 @@ async def _env_metrics(opened: Opened, run: Run, opens: OpensHost) -> Metrics:
             return metrics
     except (TypeError, ValueError):
         pass
-    what = "returned no mapping of names to finite numbers"
+    what = "did not return a mapping of names to finite numbers"
     raise UserError(faults.describe_misuse(env.name, env.evaluate, what))
 
 

@@ -17,7 +17,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class NoVerdict(CannotJudge):
-    """No verdict after all allowed attempts: asking again would only cost more."""
+    """No verdict after all allowed attempts: another one would only cost more."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def user_code(
     """Turn what a method of an environment raises into a fault with its place.
 
     Args:
-        described: of our own errors, those that become a fault too; the others pass unchanged.
+        described: HermesErrors that become a fault too; the others pass unchanged.
     """
     try:
         yield

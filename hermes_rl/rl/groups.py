@@ -29,7 +29,7 @@ SENDABLE = 2
 SCORED_AT_ONCE = 16
 """Groups that an environment scores concurrently: a kill loses no more than these."""
 INTERRUPTED = "driver_lost: killed"
-"""The error of a grade or a group whose making was killed."""
+"""The error of a grade or a group that a kill interrupted."""
 
 _SHARED = ("group_id", "run_id", "task_id", "task_hash", "env_name", "split")
 _MEMBER = ("member", "unit_id", "trajectory_id", "attempt", "reward", "cause")
@@ -49,8 +49,7 @@ class Member:
     why_invalid: str | None
     """None for a member with a reward."""
     unjudged: str | None = None
-    """The rollout of a member that was given up because its verifier failed; a regrade may grade
-    it."""
+    """The rollout of a member whose verifier failed, which a regrade may grade."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +291,8 @@ class GroupReport:
     dropped: RolloutStats
     """All other attempts: failures, and members of groups that cannot be sent."""
     unjudged: int = 0
-    """Of the dropped, those whose verifier, judge or grading box failed. That counts as a fault of
-    the infrastructure, but the policy may have caused it."""
+    """Of the dropped, those whose verifier, judge or grading sandbox failed. This counts as an
+    infrastructure failure, but the policy may have caused it."""
     unscored: int = 0
     """Groups that `score_group` could not score; the next start tries them again."""
 

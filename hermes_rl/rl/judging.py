@@ -33,11 +33,10 @@ from hermes_rl.usage import Usage
 NO_COMMITMENT = "no_commitment"
 """The verdict of a judge that commits to none of the choices. It scores lowest."""
 
-_ASKS = 3
-"""Malformed answers after which a judge is given up, as after `hermes_rl.rollout.BOXES` sandboxes a
-verifier is."""
-_OPEN_ASKS = 2
-"""Well-formed answers without a commitment: the second one counts."""
+_MAX_REPLIES = 3
+"""Malformed replies after which there is no verdict."""
+_MAX_UNCOMMITTED = 2
+"""Replies without a commitment: the last one counts."""
 _OBJECTS = 32
 """Opening braces that are tried as the start of an answer's object."""
 _REPLY_CHARS = 4_000
@@ -131,8 +130,8 @@ class Verdict:
     """Of the question as it was sent: system prompt, question and data."""
     usage: Usage | None
     """Of the last call."""
-    asked: int = 1
-    """Calls that it took: more than 1 when an answer was malformed or committed to nothing."""
+    calls: int = 1
+    """More than 1 if a reply was malformed or had no commitment."""
 
     @property
     def committed(self) -> bool:
@@ -162,7 +161,7 @@ class Verdict:
             "reason": self.reason[:_REPLY_CHARS],
             "reply": self.reply[:_REPLY_CHARS],
             "prompt_sha256": self.prompt_sha256,
-            "asked": self.asked,
+            "asked": self.calls,
             "usage": msgspec.to_builtins(self.usage) if self.usage is not None else None,
         }
         text = json.dumps(detail, ensure_ascii=False)
@@ -195,7 +194,7 @@ class Judge(ModelHandle):
         sent = f"{system}\0{prompt}".encode("utf-8", "replace")
         sha256 = hashlib.sha256(sent).hexdigest()
         conversation: list[Message] = [UserMessage(content=prompt)]
-        for asked in range(1, _ASKS + 1):
+        for calls in range(1, _MAX_REPLIES + 1):
             try:
                 completion = await self.complete(conversation, system=system)
             except ModelError as error:
@@ -205,8 +204,8 @@ class Judge(ModelHandle):
                 raise NoVerdict(why) from error
             text = completion.message.content
             found = parse_verdict(text, choices)
-            open_form = found is not None and found[0] == "" and asked < _OPEN_ASKS
-            if found is not None and not open_form:
+            uncommitted = found is not None and found[0] == "" and calls < _MAX_UNCOMMITTED
+            if found is not None and not uncommitted:
                 return Verdict(
                     choice=found[0] or NO_COMMITMENT,
                     reason=found[1],
@@ -214,12 +213,12 @@ class Judge(ModelHandle):
                     model=completion.served_model or self.model,
                     prompt_sha256=sha256,
                     usage=completion.usage,
-                    asked=asked,
+                    calls=calls,
                 )
             again = _AGAIN.format(choices=_listed(choices))
             conversation += [AssistantMessage(content=text), UserMessage(content=again)]
         raise NoVerdict(
-            f"the judge {self.model} gave no verdict in {_ASKS} answers: {text[:200]!r}"
+            f"the judge {self.model} gave no verdict in {_MAX_REPLIES} answers: {text[:200]!r}"
         )
 
 
@@ -268,7 +267,7 @@ def parse_verdict(text: str, choices: Sequence[str]) -> tuple[str, str] | None:
 def _last_object(text: str) -> dict[str, Any] | None:
     """Find the JSON object at the end or the beginning of a reply, inside a code fence or not.
 
-    An object in the middle of text may be quoted from the judged material and is no verdict.
+    An object in the middle of text may be quoted from the judged material and is not a verdict.
     """
     bare = text.strip().removesuffix("```").rstrip()
     braces = [found.start() for found in re.finditer(r"\{", bare)] if bare.endswith("}") else []

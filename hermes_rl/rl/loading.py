@@ -88,7 +88,7 @@ def load_environment(name: str) -> Loaded:
     if where.endswith(".py") or (path / "__init__.py").is_file():
         return _from_path(path, wanted)
     if os.sep in where:
-        raise UserError(f"{where}: no Python file and no package. Check the path")
+        raise UserError(f"{where}: neither a Python file nor a package. Check the path")
     for entry in entry_points(group=GROUP, name=where):
         if not wanted:
             module, _, wanted = entry.value.partition(":")
@@ -318,13 +318,11 @@ def _refuse_models(env: AnyEnvironment, section: EnvSection) -> None:
         named, wanted = getattr(section, use) is not None, use in env.uses
         why = None
         if wanted and not named:
-            why = (
-                f"asks a model as {use}: set env.{use}.name, for example --set env.{use}.name=MODEL"
-            )
+            why = f"calls a model as {use}: set env.{use}.name, such as --set env.{use}.name=MODEL"
         elif named and not wanted and use not in env.can_use:
             why = (
-                f"asks no model as {use} as it is configured. Leave out env.{use} (--{use}); one "
-                "that does so names it in `uses` or `can_use`"
+                f"calls no model as {use} with this configuration. Leave out env.{use} (--{use}), "
+                f"or list {use!r} in its `uses` or `can_use`"
             )
         if why is not None:
             raise UserError(f"environment {env.name} {why}")
@@ -351,7 +349,7 @@ def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
     data["env"]["name"] = opened.loaded.name
     if opened.env.endless and data["dataset"].get("limit") is None:
         raise UserError(
-            f"environment {opened.env.name} has no end of tasks. Say how many with --limit"
+            f"environment {opened.env.name} has endless tasks. Set their number with --limit"
         )
     return parse_config(data, f"environment {opened.env.name}"), opened
 
@@ -440,7 +438,7 @@ def _unfit(task: object, placed: Mapping[str, Any]) -> str | None:
         return f"yields {type(task).__name__} instead of Task. Use make_task(...)"
     fields = [name for name, value in placed.items() if task.metadata.get(name, value) != value]
     return (
-        f"yields a task with its own {fields[0]!r}, which the run sets. Rename it"
+        f"yields a task with a column {fields[0]!r}, which the run sets. Rename it"
         if fields
         else None
     )

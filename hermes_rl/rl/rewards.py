@@ -85,7 +85,9 @@ def _as_rewards(value: object) -> Rewards:
         try:
             return Rewards([part(WHOLE, float(value))])
         except Exception as error:  # a boundary: an array of numbers, or a user's class
-            raise VerifierFault(f"returned {_shown(value)}, which is no number: {error}") from error
+            raise VerifierFault(
+                f"returned {_shown(value)}, which is not a number: {error}"
+            ) from error
     raise VerifierFault(f"returned {_shown(value)}; return a number or Rewards([part(...), ...])")
 
 
@@ -93,7 +95,7 @@ def _check_part(one: object, turns: int) -> None:
     if not isinstance(one, RewardPart):
         raise VerifierFault(f"Rewards holds {_shown(one)}; make its parts with part(name, score)")
     if not isinstance(one.name, str) or not isinstance(one.detail, str | None):
-        raise VerifierFault(f"the part {_shown(one.name)}: its name and its detail are texts")
+        raise VerifierFault(f"the part {_shown(one.name)}: its name and its detail must be texts")
     for what, number in (("score", one.score), ("weight", one.weight)):
         if not _finite(number):
             raise VerifierFault(f"the part {one.name!r} has the {what} {number!r}: not finite")

@@ -77,7 +77,7 @@ _GRADE_COLUMNS = ("trajectory_id", "unit_id", "group_id", "run_id", "task_id", "
 
 
 def _work_item(row: Mapping[str, Any], task: Task) -> WorkItem:
-    """Describe a stored rollout, which is no attempt of a run, to its environment."""
+    """Describe a stored rollout to its environment as an attempt."""
     return WorkItem(**{name: row[name] for name in _ITEM_COLUMNS}, epoch=0, task=task)
 
 
@@ -175,7 +175,7 @@ class ReadyGroup:
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """The result of asking a verifier or an environment, with what it cost."""
+    """The result of a verifier or an environment, with its calls and cost."""
 
     value: T | None
     error: str | None
@@ -232,7 +232,7 @@ class Grader:
     # Stored rollouts
 
     def pending(self, stored: StoredRollout) -> Grade:
-        """Return the grade that stands until the rollout is graded."""
+        """Return the grade that is valid until the rollout is graded."""
         return Grade(
             **{name: stored.row[name] for name in _GRADE_COLUMNS},
             grade_id=stored.grade_id,
@@ -340,7 +340,7 @@ class Grader:
         if ready.task is None or not ready.rows:
             return Scoring()
         outcome = await self._record(
-            ready.rows[0], recorder, functools.partial(self._ask, ready, ready.task)
+            ready.rows[0], recorder, functools.partial(self._score_group, ready, ready.task)
         )
         rewards: list[Rewards | float | None] | None = None
         if outcome.value is not None:
@@ -359,7 +359,9 @@ class Grader:
             stop=outcome.stop,
         )
 
-    async def _ask(self, ready: ReadyGroup, task: Task, log: EventLog) -> list[Rewards] | None:
+    async def _score_group(
+        self, ready: ReadyGroup, task: Task, log: EventLog
+    ) -> list[Rewards] | None:
         """Raises: VerifierFault, ModelError, CostLimit."""
         assert self.host is not None
         env = self.host.env
@@ -430,8 +432,8 @@ async def open_grader(
         config: of the run; without an environment its dataset's verifiers grade.
         share: limiters, and what is left of the run's budgets.
         opens: the environment.
-        keys: API keys by variable, as the run began with them; None finds them. A command that
-            prints keys is then only run when one is refused.
+        keys: API keys by variable, as at the start of the run; None finds them. A command that
+            prints keys runs only if one is refused.
 
     Raises: UserError.
     """

@@ -159,7 +159,7 @@ def test_manners_need_a_judge() -> None:
     with pytest.raises(UserError) as caught:
         run_trial(NAME, tasks=1, config={"manners": 0.2})
     assert str(caught.value) == (
-        "environment dialogue_booking asks a model as judge: set env.judge.name, for example "
+        "environment dialogue_booking calls a model as judge: set env.judge.name, such as "
         "--set env.judge.name=MODEL"
     )
 

@@ -120,7 +120,7 @@ def test_without_a_hub_one_line_says_what_to_do(tmp_path: Path) -> None:
 
 def test_only_the_generated_problems_have_no_end() -> None:
     run = {"model": {"name": "oracle"}, "env": {"name": NAME}}
-    with pytest.raises(UserError, match="has no end of tasks"):
+    with pytest.raises(UserError, match="has endless tasks"):
         settle_env(parse_config(run))
     config, _ = settle_env(
         parse_config({**run, "env": {"name": NAME, "config": {"source": "hub"}}})

@@ -1,4 +1,4 @@
-"""Environments that tests write."""
+"""A folder for the environments that tests write."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rl_kit import Lab
+from runs import Lab
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Functions that tests run in other processes."""
+"""Functions that test_cpu.py runs in other processes."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def pid() -> int:
 
 
 def spin(seconds: float) -> int:
-    """Burns a processor."""
+    """Use a CPU for some seconds."""
     end, turns = time.perf_counter() + seconds, 0
     while time.perf_counter() < end:
         turns += 1
@@ -56,7 +56,7 @@ def unpicklable() -> Any:
 
 
 def held(path: str) -> int:
-    """Says that it runs, then waits to be ended."""
+    """Write the process id, then wait to be killed."""
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\n")
     signal.pause()

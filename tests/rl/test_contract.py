@@ -1,12 +1,11 @@
-"""What the contract of an environment promises: its defaults for the run, what its methods may use,
-and what is kept of a rollout."""
+"""The contract of an environment: defaults of the run, resources of methods, stored state."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import Lab, configured
+from runs import Lab, make_config
 
 from batch_runner import regrade_run
 from hermes_rl.cli import main
@@ -33,11 +32,11 @@ class Limited(EnvConfig):
     ("limits", "turns", "seconds"),
     [({}, 7, 60.0), ({"max_turns": 3}, 3, 60.0), ({"max_seconds": 5.0}, 7, 5.0)],
 )
-def test_each_limit_of_an_environment_is_a_default_of_the_run(
+def test_limits_of_an_environment_are_defaults_of_the_run(
     lab: Lab, limits: dict[str, Any], turns: int, seconds: float
 ) -> None:
     path = lab.write(f"Config = Limited\n{TASKS}{REWARD}", LIMITED).path
-    config = configured(path, lab.out, None, agent={"limits": limits})
+    config = make_config(path, lab.out, None, agent={"limits": limits})
     found = settle_env(config)[0].agent.limits
     assert (found.max_turns, found.max_seconds, found.max_tokens) == (turns, seconds, None)
 
@@ -84,9 +83,9 @@ async def compute_reward(self, task, trajectory, ctx):
 
 
 @pytest.mark.parametrize(
-    "body", [TOOL, SANDBOX], ids=["tools may use what setup made", "the sandbox is for start alone"]
+    "body", [TOOL, SANDBOX], ids=["tools use data of setup", "the sandbox is only for start"]
 )
-async def test_what_methods_may_use(lab: Lab, body: str) -> None:
+async def test_resources_of_methods(lab: Lab, body: str) -> None:
     head = "import json\nfrom hermes_rl.errors import UserError"
     await lab.run(lab.write(body, head).path, dataset=ONCE)
     assert lab.row()["reward"] == 1.0
@@ -97,7 +96,7 @@ def test_tasks_of_an_environment_with_a_judge_are_listed_without_one(lab: Lab) -
     assert [task.id for task in first_tasks(written.path, 5)] == ["one"]
 
 
-def test_what_is_no_file_in_a_package_is_no_part_of_its_identity(tmp_path: Path) -> None:
+def test_a_dangling_link_does_not_change_the_identity(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()
     body = "class A(Environment):\n name = 'a'\n def tasks(self, *a): ...\n"
@@ -129,9 +128,11 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_a_state_is_kept_as_the_rollout_left_it_or_not_at_all(lab: Lab) -> None:
-    """A grader that changes the state, or draws random numbers, gives the same reward when it
-    grades again; what cannot be stored leaves no archive that nothing could use."""
+async def test_a_state_is_stored_unchanged_or_not_at_all(lab: Lab) -> None:
+    """A regrade gives the same reward if the grader changes the state or draws random numbers.
+
+    Without a storable state there is no archive of the workspace.
+    """
     report = await lab.run(STATE, run={"keep_workspaces": True}, dataset=ONCE)
     assert report.done == 2
     plain = lab.rows()[0]["trajectory_id"]
@@ -164,7 +165,7 @@ async def test_a_state_is_kept_as_the_rollout_left_it_or_not_at_all(lab: Lab) ->
         ),
     ],
 )
-def test_a_section_that_is_none_is_reported_with_its_file(
+def test_an_invalid_section_is_reported_with_its_file(
     lab: Lab, capsys: pytest.CaptureFixture[str], text: str, flags: list[str], message: str
 ) -> None:
     config = lab.path / "run.yaml"
@@ -202,7 +203,7 @@ USES_GRADING = REWARD.replace("1.0", 'float((await ctx.grading.run("true")).ok)'
         (USES_GRADING, [], "verifier", "with `sandboxed`"),
     ],
 )
-async def test_what_needs_a_sandbox_is_a_fault_without_one(
+async def test_use_of_an_absent_sandbox_is_a_fault(
     lab: Lab, reward: str, tools: list[str], cause: str, message: str
 ) -> None:
     await lab.run(BARE + reward, model={"name": "noop"}, agent={"toolsets": tools})

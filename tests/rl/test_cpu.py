@@ -1,4 +1,4 @@
-"""Rewards that need a processor run in other processes; what dies there takes only itself."""
+"""CPU-bound rewards run in other processes; one that dies fails only its own call."""
 
 import asyncio
 import pickle
@@ -24,7 +24,7 @@ async def until_gone(pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_values_prints_and_exceptions() -> None:
+async def test_workers_return_values_and_exceptions() -> None:
     async with Pool(1) as pool:
         assert await pool.run(cpu_jobs.add, 2, 3, timeout_s=30) == 5
         assert await pool.run(cpu_jobs.shout, "a", timeout_s=30) == "A"
@@ -38,11 +38,11 @@ async def test_values_prints_and_exceptions() -> None:
         with pytest.raises(CannotJudge, match="SystemExit"):
             await pool.run(cpu_jobs.leave, timeout_s=30)
         first = await pool.run(cpu_jobs.pid, timeout_s=30)
-        assert first == await pool.run(cpu_jobs.pid, timeout_s=30), "one process did all of it"
+        assert first == await pool.run(cpu_jobs.pid, timeout_s=30), "one process ran all calls"
     await until_gone(first)
 
 
-async def test_a_worker_that_dies_takes_only_its_own_call() -> None:
+async def test_a_worker_that_dies_fails_only_its_own_call() -> None:
     async with Pool(2) as pool:
         jobs = [
             pool.run(cpu_jobs.die if n % 3 == 0 else cpu_jobs.pid, timeout_s=30) for n in range(9)
@@ -57,7 +57,7 @@ async def test_a_worker_that_dies_takes_only_its_own_call() -> None:
         assert await pool.run(cpu_jobs.add, 1, 1, timeout_s=30) == 2
 
 
-async def test_one_that_runs_too_long_is_ended(tmp_path: Path) -> None:
+async def test_a_call_that_runs_too_long_is_killed(tmp_path: Path) -> None:
     async with Pool(1) as pool:
         with pytest.raises(CannotJudge, match=r"held ran for more than 1 s"):
             await pool.run(cpu_jobs.held, str(tmp_path / "pid"), timeout_s=1)
@@ -66,7 +66,7 @@ async def test_one_that_runs_too_long_is_ended(tmp_path: Path) -> None:
         assert await pool.run(cpu_jobs.add, 1, 1, timeout_s=30) == 2
 
 
-async def test_no_more_at_once_than_it_may(tmp_path: Path) -> None:
+async def test_concurrent_calls_are_limited_and_cancelled_ones_are_killed(tmp_path: Path) -> None:
     async with Pool(2) as pool:
         path = tmp_path / "pids"
         running = [
@@ -81,11 +81,11 @@ async def test_no_more_at_once_than_it_may(tmp_path: Path) -> None:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         pids = [int(p) for p in path.read_text().split()]
-        assert all(gone(pid) for pid in pids), "a cancelled call leaves nothing that computes"
+        assert all(gone(pid) for pid in pids), "no process of a cancelled call is left"
         assert await pool.run(cpu_jobs.add, 1, 1, timeout_s=30) == 2
 
 
-async def test_only_functions_that_another_process_finds() -> None:
+async def test_functions_without_an_import_name_are_refused() -> None:
     def local() -> None: ...
 
     async with Pool(1) as pool:
@@ -94,10 +94,10 @@ async def test_only_functions_that_another_process_finds() -> None:
                 await pool.run(function, timeout_s=30)
         with pytest.raises(UserError, match="do not pickle"):
             await pool.run(cpu_jobs.add, local, 1, timeout_s=30)
-        assert pool._all == set(), "nothing was started for it"
+        assert pool._all == set(), "no process was started"
 
 
-async def test_the_loop_stays_free_while_processes_compute() -> None:
+async def test_the_event_loop_is_not_blocked_by_workers() -> None:
     lags = []
 
     async def watch() -> None:
@@ -112,7 +112,7 @@ async def test_the_loop_stays_free_while_processes_compute() -> None:
         await asyncio.gather(*(pool.run(cpu_jobs.spin, 0.2, timeout_s=60) for _ in range(6)))
         watching.cancel()
     assert len(lags) > 10
-    assert sorted(lags)[len(lags) // 2] < 0.2, "computed on the loop, it would stand for 0.2 s"
+    assert sorted(lags)[len(lags) // 2] < 0.2, "on the loop, a call would block it for 0.2 s"
 
 
 CHILD = """
@@ -127,7 +127,7 @@ asyncio.run(main())
 """
 
 
-async def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+async def test_workers_exit_when_their_parent_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     here = str(Path(__file__).parent)
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, here, str(path))

@@ -1,4 +1,4 @@
-"""Environments that an installed package brings: found by name, and a broken one harms no other."""
+"""Environments of installed packages are found by name, also beside broken ones."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from runs import CLI
 
-DOOR = "import sys; from hermes_rl.cli import main; sys.exit(main())"
 SHOP = """
 from hermes_rl.rl import EnvConfig, Environment, make_task
 
@@ -38,7 +38,7 @@ PACKAGES = {
 
 
 def wheel(name: str, folder: Path) -> Path:
-    """A wheel as builders make them."""
+    """Build a wheel."""
     entry, module, text = PACKAGES[name]
     info = f"{name}-1.0.dist-info"
     files = {
@@ -58,7 +58,7 @@ def wheel(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheels are installed: their files, as installers lay them out."""
+    """A folder with the installed files of the wheels."""
     folder = tmp_path_factory.mktemp("site")
     for name in PACKAGES:
         with zipfile.ZipFile(wheel(name, tmp_path_factory.mktemp("wheels"))) as archive:
@@ -69,7 +69,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def process(name: str, site: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     flags = ["--model", "oracle", "--workers", "0", "--out", "run"]
     return subprocess.run(
-        [sys.executable, "-P", "-c", DOOR, "env", "process", name, *flags],
+        [sys.executable, "-P", "-c", CLI, "env", "process", name, *flags],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -78,7 +78,7 @@ def process(name: str, site: Path, cwd: Path) -> subprocess.CompletedProcess[str
     )
 
 
-def test_an_installed_environment_runs_by_its_name_beside_broken_ones(
+def test_an_installed_environment_runs_by_name_despite_broken_ones(
     site: Path, tmp_path: Path
 ) -> None:
     done = process("corner_shop", site, tmp_path)
@@ -96,7 +96,9 @@ def test_an_installed_environment_runs_by_its_name_beside_broken_ones(
         ("nobody", "unknown environment 'nobody' (known: corner_shop, "),
     ],
 )
-def test_a_broken_one_is_said_in_one_line(site: Path, tmp_path: Path, name: str, says: str) -> None:
+def test_a_broken_environment_is_reported_in_one_line(
+    site: Path, tmp_path: Path, name: str, says: str
+) -> None:
     done = process(name, site, tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {says}"), done.stderr

@@ -1,10 +1,10 @@
-"""What `evaluate` leaves for the tools of Atropos: metrics.json and samples.jsonl."""
+"""The files of `evaluate` for the tools of Atropos: metrics.json and samples.jsonl."""
 
 import json
 from typing import Any
 
 import pytest
-from rl_kit import Lab, asked_of, evaluated, fake
+from runs import Lab, first_prompt, read_evaluation, start_server
 
 from hermes_rl.cli import main
 from hermes_rl.testing import ServedRequest
@@ -26,12 +26,12 @@ async def evaluate(self, run):
 
 
 def counter(request: ServedRequest) -> Any:
-    """Knows 0, is wrong about 1, and is cut at 2."""
-    number = int(asked_of(request).split()[1].rstrip("?"))
+    """Answer 0 correctly, 1 incorrectly, and be cut at 2."""
+    number = int(first_prompt(request).split()[1].rstrip("?"))
     return ["0", "zero", {"text": "2", "finish": "length"}][number]
 
 
-DEAR = """
+WITH_SETUP = """
 class Config(EnvConfig):
     sandboxed: bool = False
 
@@ -55,20 +55,20 @@ async def evaluate(self, run):
 """
 
 
-def test_an_environment_is_set_up_once_for_rollouts_groups_and_its_evaluation(lab: Lab) -> None:
+def test_setup_runs_once_for_rollouts_groups_and_evaluation(lab: Lab) -> None:
     notes, out = lab.path / "notes", lab.out
-    env = str(lab.write(DEAR, f"NOTES = {str(notes)!r}").path)
+    env = str(lab.write(WITH_SETUP, f"NOTES = {str(notes)!r}").path)
     flags = ["--model", "oracle", "--workers", "0", "--out", str(out), "--repeats", "2"]
     assert main(["env", "evaluate", env, *flags]) == 0
     assert notes.read_text() == "set up\n"
     assert json.loads((out / "metrics.json").read_bytes())["results"]["all"]["seen"] == 3.0
-    assert main(["env", "evaluate", env, *flags]) == 0  # all is done: only its own metrics are left
+    assert main(["env", "evaluate", env, *flags]) == 0  # all rollouts are done: it only evaluates
     assert notes.read_text() == "set up\n" * 2
 
 
-async def test_every_field_of_an_evaluation_has_the_name_that_atropos_gives_it(lab: Lab) -> None:
+async def test_evaluation_files_have_the_field_names_of_atropos(lab: Lab) -> None:
     out = lab.out
-    async with fake(policy=counter) as server:
+    async with start_server(policy=counter) as server:
         await lab.run(
             lab.write(COUNTED, name="counted").path,
             server,
@@ -76,7 +76,7 @@ async def test_every_field_of_an_evaluation_has_the_name_that_atropos_gives_it(l
             model={"temperature": 0.25, "max_tokens": 77},
             dataset={"limit": None},
         )
-    results, samples = await evaluated(out)
+    results, samples = await read_evaluation(out)
     assert set(results) == {"atropos|counted_eval|0", "all"}
     assert results["atropos|counted_eval|0"] == results["all"]
     assert results["all"]["solved"] == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md: short, on public names alone, and they run."""
+"""The examples of docs/environments.md are short, use public names only, and run."""
 
 import ast
 import json
@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import EXAMPLES, Lab, asked_of, evaluated, fake, ran, table, turn_of
+from runs import (
+    EXAMPLES,
+    Lab,
+    count_answers,
+    first_prompt,
+    read_evaluation,
+    run_environment,
+    start_server,
+    table,
+)
 
 import hermes_rl.rl
 from hermes_rl.messages import UserMessage, text_of
@@ -40,20 +49,20 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def mathematician(request: ServedRequest) -> Any:
-    """Right when the number to add is even; otherwise right but without the tool's help."""
-    a, b, c = map(int, re.findall(r"\d+", asked_of(request)))
+    """Use the tool and be right if the number to add is even."""
+    a, b, c = map(int, re.findall(r"\d+", first_prompt(request)))
     if c % 2:
         return f"ANSWER {a * b}"
     steps = [call("calculate", operation="multiply", a=a, b=b), f"ANSWER {a * b + c}"]
-    return steps[turn_of(request)]
+    return steps[count_answers(request)]
 
 
-async def test_math_in_process_and_evaluate(tmp_path: Path) -> None:
-    async with fake(policy=mathematician) as server:
+async def test_math_tool_in_process_and_evaluate(tmp_path: Path) -> None:
+    async with start_server(policy=mathematician) as server:
         for mode, units in (("process", 20), ("evaluate", 5)):
             out = tmp_path / mode
             env = {"mode": mode, "split": "train" if mode == "process" else "eval"}
-            report = await ran(
+            report = await run_environment(
                 EXAMPLES / "math_tool.py", out, server, env=env, dataset={"limit": 5}
             )
             assert (report.units, report.done, report.given_up) == (units, units, 0)
@@ -70,27 +79,27 @@ async def test_math_in_process_and_evaluate(tmp_path: Path) -> None:
         )
         assert len(train) == len(evals) == 5
         assert not train & evals
-    results, samples = await evaluated(tmp_path / "evaluate")
+    results, samples = await read_evaluation(tmp_path / "evaluate")
     scores = [row["reward"] for row in table(tmp_path / "evaluate")]
     assert results["atropos|math_tool_eval|0"]["reward"] == pytest.approx(sum(scores) / 5)
     assert [sample["score"] for sample in samples] == scores
     assert all(s["finish_reason"] == "stop" and s["messages"][-1]["content"] for s in samples)
 
 
-def mender(request: ServedRequest) -> Any:
-    """Knows one of the four bugs."""
-    mend = "sed -i 's/value <= high/value < low/' shapes.py"
-    return [{"run": mend}, "Mended."][turn_of(request)]
+def repairer(request: ServedRequest) -> Any:
+    """Fix one of the four bugs."""
+    fix = "sed -i 's/value <= high/value < low/' shapes.py"
+    return [{"run": fix}, "Fixed."][count_answers(request)]
 
 
-async def test_a_repository_is_evaluated(lab: Lab) -> None:
+async def test_fix_repository_is_evaluated(lab: Lab) -> None:
     env, dataset = {"mode": "evaluate", "split": "eval"}, {"limit": None}
-    async with fake(policy=mender) as server:
+    async with start_server(policy=repairer) as server:
         report = await lab.run(EXAMPLES / "fix_repository.py", server, env=env, dataset=dataset)
     assert report.done == 4, report.causes
     rewards = {row["task_id"]: row["reward"] for row in lab.rows()}
     assert rewards == {"clamp-0": 1.0, "clamp-1": 0.0, "clamp-2": 0.0, "clamp-3": 0.0}
-    results, _ = await evaluated(lab.out)
+    results, _ = await read_evaluation(lab.out)
     assert results["all"]["solved"] == 0.25
     passed = {row["task_id"]: row["metrics"][0]["value"] for row in lab.rows()}
     assert passed.pop("clamp-0") == 5
@@ -99,32 +108,32 @@ async def test_a_repository_is_evaluated(lab: Lab) -> None:
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("name", ["math_tool", "fix_repository"])
-def test_the_oracle_earns_all_and_doing_nothing_nothing(name: str, split: str) -> None:
+def test_the_oracle_gets_1_and_noop_0(name: str, split: str) -> None:
     for model, reward in (("oracle", 1.0), ("noop", 0.0)):
         found = rewards_of(EXAMPLES / f"{name}.py", model, tasks=4, split=split)
         assert found == [reward] * 4
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         *("ANSWER", "ANSWER 0", "ANSWER {0} {1}", "{0}", "ANSWER {0}.0", "ANSWER {0} or {1}"),
         *("ANSWER {1}", "ANSWER {0}\\nANSWER {1}", "The right ANSWER {0}, I think"),
     ],
 )
-def test_only_the_right_number_at_the_end_is_an_answer(said: str) -> None:
-    """And the tool earns nothing by itself."""
+def test_only_the_right_number_at_the_end_gets_a_reward(text: str) -> None:
+    """Using the tool alone gets no reward."""
 
     def played(task: Task) -> str:
         right = task.metadata["answer"]
         used = call("calculate", operation="add", a=right, b=0)
-        return json.dumps([used, said.format(right, right + 1).replace("\\n", "\n")])
+        return json.dumps([used, text.format(right, right + 1).replace("\\n", "\n")])
 
     assert rewards_of(EXAMPLES / "math_tool.py", tasks=3, solution=played) == [0.0] * 3
 
 
 @pytest.mark.parametrize("first", range(0, len(BUNDLES), 4))
-def test_cheats_mend_no_repository(first: int) -> None:
+def test_cheats_get_no_reward_in_fix_repository(first: int) -> None:
     scripts = [bundle(name) for name in BUNDLES][first : first + 4]
     found = rewards_of(
         EXAMPLES / "fix_repository.py",
@@ -136,10 +145,10 @@ def test_cheats_mend_no_repository(first: int) -> None:
 
 PEEK = r"""
 import glob, re
-def clamp(*given):
+def clamp(*numbers):
     for path in glob.glob("/verify/*") + glob.glob("/hx/s*") + glob.glob("/proc/[0-9]*/cmdline"):
         text = open(path, "rb").read().decode("utf-8", "replace")
-        found = re.search(r"(?<!\d)%d,? %d,? %d\D+(\d+)" % given, text)
+        found = re.search(r"(?<!\d)%d,? %d,? %d\D+(\d+)" % numbers, text)
         if found:
             return int(found[1])
 """
@@ -155,23 +164,23 @@ def clamp(value, low, high):
 """
 
 
-@pytest.mark.parametrize("code", [PEEK, FREE], ids=["reads the box", "reports and kills"])
-def test_a_module_that_looks_for_its_answers_mends_nothing(code: str) -> None:
+@pytest.mark.parametrize("code", [PEEK, FREE], ids=["reads the sandbox", "reports and kills"])
+def test_code_that_reads_or_forges_answers_gets_no_reward(code: str) -> None:
     written = f"cat >shapes.py <<'PY'\n{code}PY"
     file = EXAMPLES / "fix_repository.py"
     assert rewards_of(file, tasks=2, solution=lambda task: written) == [0.0, 0.0]
 
 
 def seller(request: ServedRequest) -> Any:
-    """Asks for 30, and sells at the price that the buyer names."""
-    said = text_of([m for m in request.messages if isinstance(m, UserMessage)][-1])
-    if not (offer := re.search(r"I offer (\d+)", said)):
+    """Sell at the price that the buyer offers."""
+    text = text_of([m for m in request.messages if isinstance(m, UserMessage)][-1])
+    if not (offer := re.search(r"I offer (\d+)", text)):
         return "Good day! It costs 500 euros."
-    return call("sell", price=int(offer[1])) if request.messages[-1].content == said else "Thanks!"
+    return call("sell", price=int(offer[1])) if request.messages[-1].content == text else "Thanks!"
 
 
 def buyer(request: ServedRequest) -> str:
-    """Offers half of what it may spend. It sees the dialogue with the roles changed."""
+    """Offer half of what the buyer may spend. The roles of the dialogue are swapped."""
     most = int(re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0])
     assert text_of(request.messages[-1]) == "Good day! It costs 500 euros."
     assert "calls" not in text_of(request.messages[-1])
@@ -179,16 +188,15 @@ def buyer(request: ServedRequest) -> str:
 
 
 def judge(request: ServedRequest) -> str:
-    asked = asked_of(request)
-    assert "Was the seller polite?" in asked
-    polite = "yes" if "Thanks!" in asked else "no"
-    return json.dumps({"reason": "They said thanks.", "verdict": polite})
+    prompt = first_prompt(request)
+    assert "Was the seller polite?" in prompt
+    polite = "yes" if "Thanks!" in prompt else "no"
+    return json.dumps({"reason": "They were polite.", "verdict": polite})
 
 
 @pytest.mark.parametrize("refusal", ["No, thank you.", "", "{} is too much. Do you take 5?"])
-async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
-    """Neither the highest that the buyer would pay nor one below zero; nor do manners count. A
-    buyer who names a price to refuse it offers nothing."""
+async def test_a_sale_needs_a_price_that_the_buyer_offered(refusal: str) -> None:
+    """A sale at any other price, or at one that the buyer names to refuse it, gets no reward."""
     tries = [call("sell", price=price) for price in (*range(220, 5, -5), -7)]
     steps = {"calls": [one for step in tries for one in step["calls"]]}
 
@@ -199,7 +207,7 @@ async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
         most = re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0]
         return refusal.format(most)
 
-    async with fake(policy=pushy, buyer=refuses, critic=judge) as server:
+    async with start_server(policy=pushy, buyer=refuses, critic=judge) as server:
         rows = await arun_trial(
             EXAMPLES / "haggling.py",
             "policy",
@@ -212,9 +220,9 @@ async def test_a_price_that_nobody_offered_is_no_deal(refusal: str) -> None:
     assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
 
 
-async def test_a_dialogue_is_judged_and_users_differ_by_rollout(lab: Lab) -> None:
+async def test_haggling_has_a_judge_and_different_buyers(lab: Lab) -> None:
     env = {"judge": {"name": "critic", "temperature": 0}, "user": {"name": "buyer"}}
-    async with fake(policy=seller, buyer=buyer, critic=judge) as server:
+    async with start_server(policy=seller, buyer=buyer, critic=judge) as server:
         report = await lab.run(
             EXAMPLES / "haggling.py",
             server,

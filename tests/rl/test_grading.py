@@ -1,9 +1,9 @@
-"""Files of a rollout's workspace travel as bytes, and nothing of the agent's runs when they do."""
+"""Graders read and write files of a workspace as bytes, after the agent's processes ended."""
 
 import random
 
 import pytest
-from rl_kit import Lab
+from runs import Lab
 
 from hermes_rl.rl import arun_trial
 
@@ -28,33 +28,33 @@ def tasks(self, split, seed):
     )
 
 async def compute_reward(self, task, trajectory, ctx):
-    box = ctx.grading
-    data = await box.read_file("out.bin")
-    assert data == blob(SIZE), "bytes as they are, also more than any command prints"
-    first = await box.read_file("answer")
+    grading = ctx.grading
+    data = await grading.read_file("out.bin")
+    assert data == blob(SIZE), "unchanged bytes, also of a large file"
+    first = await grading.read_file("answer")
     for name, kind in (("none", FileNotFoundError), ("d", IsADirectoryError), ("link", OSError),
                        ("near", OSError), ("/etc/passwd", OSError), ("../x", OSError)):
         try:
-            await box.read_file(name)
+            await grading.read_file(name)
         except kind:
             continue
         raise AssertionError(f"{name} was read")
-    await box.write_file(ODD, data[::-1])
-    await box.write_file("answer", "mine")
-    assert await box.read_file("answer") == b"mine"
+    await grading.write_file(ODD, data[::-1])
+    await grading.write_file("answer", "mine")
+    assert await grading.read_file("answer") == b"mine"
     script = (
         'cmp "$VERIFY/back.bin" "$WORKSPACE/$(cat "$VERIFY/name")" && '
-        'test "$(cat "$WORKSPACE/answer")" = mine && echo told >&3; '
+        'test "$(cat "$WORKSPACE/answer")" = mine && echo done >&3; '
         'test ! -e "$WORKSPACE/pwned" && rm "$WORKSPACE/out.bin"'
     )
     files = {"back.bin": data[::-1], "name": ODD}
-    for _ in range(2):  # a fresh box each time: what the first one removed is there again
-        result = await box.run(script, files=files)
+    for _ in range(2):  # each run has a new sandbox with all files
+        result = await grading.run(script, files=files)
         assert result.ok, result
-        assert result.report == "told"
-    slow = await box.run("sleep 60", timeout_s=0.5)
+        assert result.report == "done"
+    slow = await grading.run("sleep 60", timeout_s=0.5)
     assert slow.timed_out and not slow.ok
-    bad = await box.run("exit 7")
+    bad = await grading.run("exit 7")
     assert (bad.exit_code, bad.ok) == (7, False)
     assert ctx.grading.seconds > 0
     return Rewards([part("all", 1.0)], {"first": len(first)})
@@ -62,7 +62,9 @@ async def compute_reward(self, task, trajectory, ctx):
 
 
 @pytest.mark.parametrize("backend", ["none", "bubblewrap"])
-async def test_bytes_sandboxes_and_dead_processes(lab: Lab, backend: str) -> None:
+async def test_grading_reads_and_writes_bytes_after_all_processes_ended(
+    lab: Lab, backend: str
+) -> None:
     sections = {"sandbox": {"backend": backend}, "run": {"allow_unsandboxed": True}}
     (row,) = await arun_trial(lab.write(ENV, HEAD).path, tasks=1, sections=sections)
     assert row.error is None
@@ -84,7 +86,7 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_a_tasks_own_verifier(lab: Lab) -> None:
+async def test_grading_runs_the_verifier_of_a_task(lab: Lab) -> None:
     sections = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
     rows = await arun_trial(lab.write(VERIFIED).path, "noop", tasks=5, sections=sections)
     rewards = {row.task_id: row.reward for row in rows}
@@ -94,5 +96,5 @@ async def test_a_tasks_own_verifier(lab: Lab) -> None:
     assert "the task has no 'verify'" in (rows[-1].error or "")
 
 
-def test_the_blob_holds_every_byte() -> None:
+def test_the_blob_contains_every_byte() -> None:
     assert set(random.Random(7).randbytes(3_000_000)) == set(range(256))

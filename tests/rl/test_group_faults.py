@@ -1,8 +1,7 @@
-"""Groups under fire: sandbox hosts that die and an endpoint that fails, on the real runner.
+"""Groups while sandbox hosts die and the endpoint fails, on the real runner.
 
-Every agent (and every grader) sleeps for a number of seconds that names its task and member, so the
-test decides who dies and need not guess: it ends the sleep of those that live, and the sandbox of
-those that do not.
+Every agent and every grader sleeps for a number of seconds that identifies its task and member. The
+test ends the sleep of members that live, and kills the sandbox host of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rl_kit import Lab, configured, table
+from runs import Lab, make_config, table
 
 from batch_runner import Report, Silent, arun_batch
 from hermes_rl.export import export_run
@@ -40,10 +39,10 @@ SIZE = 4
 FAULTS = {"server_error": 0.03, "reset": 0.02}
 TURNS = 6
 AGENT, GRADER = 97_000, 98_000
-"""Where the seconds of their naps begin; then ten for each task, and one for each member."""
+"""First durations; each task adds ten, and each member one."""
 STEPS = [{"run": "sleep $(cat nap); cp nap out.txt"}, *[{"run": "echo on"}] * (TURNS - 2), "Done."]
 
-NAPS = f"""
+SLEEPERS = f"""
 class Config(EnvConfig):
     toolsets: tuple[str, ...] | None = ("terminal",)
     group_size: int = {SIZE}
@@ -75,16 +74,16 @@ Place = tuple[int, int]
 
 
 @dataclass
-class Reaper:
-    """Ends naps, and the sandboxes of the doomed: agents' or graders'."""
+class SandboxKiller:
+    """Ends sleeps, and kills the sandbox hosts of doomed agents or graders."""
 
     doomed: frozenset[Place]
     base: int
     ended: set[tuple[int, Place]] = field(default_factory=set)
-    """Sandboxes, by the process id of their host, and whose they were."""
+    """Process ids of killed hosts, with task and member."""
 
     def look(self) -> int:
-        """End what sleeps now; how many did."""
+        """End current sleeps and return their number."""
         found = 0
         for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
             with suppress(OSError):
@@ -102,7 +101,7 @@ class Reaper:
         return found
 
     def _host(self, pid: int) -> int | None:
-        """The child of this process that a process descends from."""
+        """Return the child of this process that is an ancestor of a process."""
         while pid > 1:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid():
@@ -118,19 +117,19 @@ async def engine_in(folder: Path) -> AsyncIterator[ExactEngine]:
         yield engine
 
 
-async def reaped(
-    env: Path, out: Path, engine: ExactEngine, reaper: Reaper, groups: int, **config: Any
+async def run_with_kills(
+    env: Path, out: Path, engine: ExactEngine, killer: SandboxKiller, groups: int, **config: Any
 ) -> Report:
-    """A run while sandboxes die; the endpoint fails from the first nap on."""
+    """Run while sandboxes die; the endpoint fails from the first sleep on."""
 
-    async def reap() -> None:
+    async def kill_sandboxes() -> None:
         while True:
-            if reaper.look() and not engine.faults.rates:
+            if killer.look() and not engine.faults.rates:
                 engine.faults = FaultPlan(seed=3, rates=FAULTS)
             await asyncio.sleep(0.02)
 
     place = {"base_url": engine.base_url, "tokens": "vllm"}
-    run = configured(
+    run = make_config(
         env,
         out,
         None,
@@ -141,15 +140,15 @@ async def reaped(
         env={"config": config},
         run={"concurrency": 16, "max_attempts": 1, "allow_unsandboxed": False},
     )
-    reaping = asyncio.create_task(reap())
+    reaping = asyncio.create_task(kill_sandboxes())
     try:
         return await arun_batch(run, progress=Silent())
     finally:
         reaping.cancel()
 
 
-def own_group(alive: Mapping[int, float]) -> dict[str, Any]:
-    """What a group's row must say, from the rewards of those that live."""
+def expected_group(alive: Mapping[int, float]) -> dict[str, Any]:
+    """Compute the row of a group from the rewards of its valid members."""
     values = [alive[m] for m in sorted(alive)]
     n = len(values)
     row: dict[str, Any] = {"n_valid": n, "sendable": n >= 2}
@@ -163,11 +162,11 @@ def own_group(alive: Mapping[int, float]) -> dict[str, Any]:
 
 
 def wrong_groups(rows: Iterable[Mapping[str, Any]], dead: frozenset[Place]) -> dict[str, list[str]]:
-    """Groups that say anything else than they must -> the columns that do."""
+    """Return groups with wrong columns -> these columns."""
     found = {}
     for row in rows:
         n = int(row["task_id"][1:])
-        must = own_group({m: (m + 1) / SIZE for m in range(SIZE) if (n, m) not in dead})
+        must = expected_group({m: (m + 1) / SIZE for m in range(SIZE) if (n, m) not in dead})
         odd = [k for k, v in must.items() if _plain(row[k]) != pytest.approx(v, nan_ok=False)]
         if odd:
             found[row["task_id"]] = odd
@@ -185,22 +184,22 @@ def newest(run: Run) -> list[dict[str, Any]]:
 
 GROUPS = 12
 DEAD = frozenset(
-    [(0, m) for m in range(SIZE)]  # nobody is left
-    + [(1, 0), (1, 1), (1, 3)]  # one
-    + [(2, 1), (2, 3), (8, 0), (11, 2)]  # two, three, three; the other groups are whole
+    [(0, m) for m in range(SIZE)]  # no valid member
+    + [(1, 0), (1, 1), (1, 3)]  # one valid member
+    + [(2, 1), (2, 3), (8, 0), (11, 2)]  # two, three and three; the other groups are complete
 )
 
 
 @pytest.mark.slow
-async def test_the_dead_are_in_no_baseline(lab: Lab) -> None:
-    env, out = lab.write(NAPS).path, lab.out
+async def test_failed_members_are_in_no_group_baseline(lab: Lab) -> None:
+    env, out = lab.write(SLEEPERS).path, lab.out
     assert len(DEAD) >= 0.1 * GROUPS * SIZE
     async with engine_in(lab.path) as engine:
-        reaper = Reaper(DEAD, AGENT)
-        report = await reaped(env, out, engine, reaper, GROUPS)
+        killer = SandboxKiller(DEAD, AGENT)
+        report = await run_with_kills(env, out, engine, killer, GROUPS)
         failed = sum(entry.fault in FAULTS for entry in engine.truth)
         truth = {e.call_id: e for e in engine.truth if e.outcome == "served"}
-    assert (len(reaper.ended), report.given_up) == (len(DEAD), len(DEAD))
+    assert (len(killer.ended), report.given_up) == (len(DEAD), len(DEAD))
     assert failed, "of some 250 requests one in 20 should have failed"
     lost = table(out, "failures")
     assert {(int(r["task_id"][1:]), r["member"]) for r in lost} == DEAD
@@ -213,7 +212,7 @@ async def test_the_dead_are_in_no_baseline(lab: Lab) -> None:
     counts = {row["task_id"]: row["n_valid"] for row in rows}
     assert [counts[f"t{n}"] for n in range(4)] == [0, 1, 2, 4]
 
-    # The planted bug: the dead are kept, at 0.0.
+    # The injected bug: failed members count with reward 0.
     kept = [
         make_group(replace(g, members=tuple(replace(m, **_at_zero(m)) for m in g.members)))
         for g in gather(run)
@@ -222,7 +221,7 @@ async def test_the_dead_are_in_no_baseline(lab: Lab) -> None:
     assert set(shown) == {f"t{n}" for n, _ in DEAD}
 
     check_sent(out, rows)
-    check_told(run, rows, truth)
+    check_report(run, rows, truth)
 
 
 def _at_zero(member: Any) -> dict[str, Any]:
@@ -232,7 +231,7 @@ def _at_zero(member: Any) -> dict[str, Any]:
 
 
 def check_sent(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Groups with fewer than two valid members go to no trainer, the dead of others neither."""
+    """Exports have no group with fewer than two valid members, and no failed member."""
     report = export_run(out, "atropos")
     assert report.left_out == {"small_group": 1}
     sent = [json.loads(line) for line in Path(report.out).read_text().splitlines()]
@@ -243,42 +242,42 @@ def check_sent(out: Path, rows: list[dict[str, Any]]) -> None:
     assert all(len(group["tokens"]) == len(group["scores"]) for group in sent)
 
 
-def check_told(run: Run, rows: list[dict[str, Any]], truth: Mapping[str | None, Truth]) -> None:
-    """Kept against dropped: turns, tokens and endings; tokens by the engine's own log."""
-    told = group_report(run)
+def check_report(run: Run, rows: list[dict[str, Any]], truth: Mapping[str | None, Truth]) -> None:
+    """Compare turns, endings and (with the engine's log) tokens of kept and dropped rollouts."""
+    report = group_report(run)
     small = {row["group_id"] for row in rows if row["n_valid"] < 2}
     done = table(Path(run.path))
     dropped = [row for row in done if row["group_id"] in small]
     kept = [row for row in done if row["group_id"] not in small]
-    sides = ((told.kept, kept), (told.dropped, dropped + table(Path(run.path), "failures")))
-    for said, mine in sides:
-        served = [[truth[c["call_id"]] for c in r["calls"] if c["call_id"] in truth] for r in mine]
+    sides = ((report.kept, kept), (report.dropped, dropped + table(Path(run.path), "failures")))
+    for stats, side in sides:
+        served = [[truth[c["call_id"]] for c in r["calls"] if c["call_id"] in truth] for r in side]
         used = [sum(len(e.prompt_ids) + len(e.sampled_ids) for e in calls) for calls in served]
-        assert said.count == len(mine)
-        assert said.mean_tokens == pytest.approx(statistics.fmean(used))
-    assert told.kept.endings == {"answered": GROUPS * SIZE - len(DEAD) - 1}
-    assert told.dropped.endings == {"sandbox_died": len(DEAD), "answered": 1}
-    # The dead had one turn, in which they died: what is kept is longer than what was rolled out.
-    assert told.kept.mean_turns == TURNS
+        assert stats.count == len(side)
+        assert stats.mean_tokens == pytest.approx(statistics.fmean(used))
+    assert report.kept.endings == {"answered": GROUPS * SIZE - len(DEAD) - 1}
+    assert report.dropped.endings == {"sandbox_died": len(DEAD), "answered": 1}
+    # Failed members had one turn, so kept rollouts are longer on average.
+    assert report.kept.mean_turns == TURNS
     mean = (len(DEAD) + TURNS) / (len(DEAD) + 1)
-    assert told.dropped.mean_turns == pytest.approx(mean)
-    (line,) = (line for line in told.lines() if line.startswith("dropped:"))
+    assert report.dropped.mean_turns == pytest.approx(mean)
+    (line,) = (line for line in report.lines() if line.startswith("dropped:"))
     assert f"{len(DEAD) + 1} rollouts, {mean:.1f} turns and" in line
     assert f"(sandbox_died {len(DEAD)}, answered 1)" in line
 
 
 @pytest.mark.slow
-async def test_a_grader_that_keeps_the_dead_at_zero_is_caught(lab: Lab) -> None:
-    """Its grading boxes die. What should be no reward at all, a careless one makes a 0.0 of."""
-    env, dead = lab.write(NAPS).path, frozenset([(0, 2), (2, 0), (2, 1), (2, 3)])
+async def test_a_grader_that_gives_failed_members_zero_is_detected(lab: Lab) -> None:
+    """Grading sandboxes die: a careless grader returns 0.0 instead of raising CannotJudge."""
+    env, dead = lab.write(SLEEPERS).path, frozenset([(0, 2), (2, 0), (2, 1), (2, 3)])
     async with engine_in(lab.path) as engine:
         for careless, shown in ((False, set()), (True, {"t0", "t2"})):
             out = lab.path / str(careless)
-            reaper = Reaper(dead, GRADER)
+            killer = SandboxKiller(dead, GRADER)
             how = {"graded_by_nap": True, "careless": careless}
-            report = await reaped(env, out, engine, reaper, 3, **how)
-            assert {place for _, place in reaper.ended} == dead
-            assert len(reaper.ended) >= BOXES * len(dead)
+            report = await run_with_kills(env, out, engine, killer, 3, **how)
+            assert {place for _, place in killer.ended} == dead
+            assert len(killer.ended) >= BOXES * len(dead)
             assert report.given_up == (0 if careless else len(dead))
             rows = newest(load_run(out))
             assert len(rows) == 3

@@ -1,4 +1,4 @@
-"""Groups of a real run: who is compared with whom, and when a row is written."""
+"""Groups of a run: their members, advantages, and when their rows are written."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_kit import Lab, fake
+from runs import Lab, start_server
 
 from batch_runner import Pilot, Report, Silent, arun_batch
 from hermes_rl.messages import text_of
@@ -19,7 +19,7 @@ from hermes_rl.rl import EPSILON, dr_grpo, due_groups, gather, group_report
 from hermes_rl.store import Ledger, Run, load_run, schema_of
 from hermes_rl.testing import ServedRequest
 
-# Each member draws its fate: 0 and 1 are rewards, 2 is a verifier that cannot judge.
+# A random number decides: 0 and 1 are rewards, 2 is a verifier that cannot judge.
 DRAW = "echo $((RANDOM % 3)) >out.txt"
 JUDGE = (
     'n=$(cat "$WORKSPACE/out.txt"); [ "$n" = 2 ] && echo cannot-judge=two >&3 || echo reward=$n >&3'
@@ -41,7 +41,7 @@ async def run_rows(lab: Lab, rows: list[dict[str, Any]], pilot: Pilot | None = N
 
 
 def advantages_of(run: Run) -> dict[str, dict[str, Any]]:
-    """GRPO and RLOO of each member with a reward, recomputed from the rows alone."""
+    """Compute GRPO and RLOO of each member with a reward from the rows."""
     found = {}
     for group, rows in run.trajectories.groupby("group_id"):
         rewards = dict(zip(rows["member"], rows["reward"], strict=True))
@@ -55,7 +55,7 @@ def advantages_of(run: Run) -> dict[str, dict[str, Any]]:
     return found
 
 
-async def test_advantages_are_those_of_the_survivors(lab: Lab) -> None:
+async def test_advantages_are_over_valid_members_only(lab: Lab) -> None:
     verify = {"script": JUDGE, "score": True}
     rows = [{**EASY, "id": f"t{n}", "n": n, "oracle": DRAW, "verify": verify} for n in range(12)]
     report = await run_rows(lab, rows)
@@ -78,7 +78,7 @@ async def test_advantages_are_those_of_the_survivors(lab: Lab) -> None:
                 assert grpo is None or grpo != grpo  # pandas shows null as NaN
 
 
-async def test_a_pilot_writes_only_whole_groups_also_of_a_row_with_repeats_of_its_own(
+async def test_a_pilot_writes_only_complete_groups(
     lab: Lab,
 ) -> None:
     rows: list[dict[str, Any]] = [{**EASY, "id": f"t{n}", "n": n} for n in range(6)]
@@ -87,8 +87,10 @@ async def test_a_pilot_writes_only_whole_groups_also_of_a_row_with_repeats_of_it
     sizes = {"six": 6, **{f"t{n}": 4 for n in range(6)}}
     assert {task: g["size"] for task, g in lab.groups().items()}.items() <= sizes.items()
     await run_rows(lab, rows)
-    assert {task: g["size"] for task, g in lab.groups().items()} == sizes, "one has none"
-    assert len(lab.rows("groups")) == len(sizes), "each is written once"
+    assert {task: g["size"] for task, g in lab.groups().items()} == sizes, (
+        "a single rollout has no group"
+    )
+    assert len(lab.rows("groups")) == len(sizes), "each group is written once"
 
 
 # A member that failed and is rolled out again
@@ -116,7 +118,7 @@ REWARDS = [(member + 1) / SIZE for member in range(SIZE)]
 
 
 class Policy:
-    """Answers, but fails one member so many times in its second turn."""
+    """Answers; one member fails some times in its second turn."""
 
     def __init__(self, failures: int) -> None:
         self.left = failures
@@ -125,7 +127,7 @@ class Policy:
     def __call__(self, request: ServedRequest) -> Any:
         who = re.search(r"^Task (\d), member (\d)", text_of(request.messages[-1]))
         if who is None:
-            return "Who is it?"
+            return "Hello."
         place = (who[1], who[2])
         self.requests[place] += 1
         if place == FAILING and self.left:
@@ -140,14 +142,14 @@ def attempts_of_failing(lab: Lab, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("later", [False, True])
-async def test_a_failed_member_keeps_its_slot_and_changes_nothing_of_the_others(
+async def test_a_retried_member_keeps_its_place_and_the_others_stay_unchanged(
     lab: Lab, later: bool
 ) -> None:
-    """Tried again in the same start, or with --retry-failed in a later one."""
+    """Retried in the same start, or with --retry-failed in a later one."""
     env, policy = lab.write(TALK).path, Policy(failures=1 if later else 2)
     run: dict[str, Any] = {"max_attempts": 1 if later else 3}
     dataset = {"limit": GROUPS}
-    async with fake(policy=policy) as server:
+    async with start_server(policy=policy) as server:
         report = await lab.run(env, server, dataset=dataset, run=run)
         rows, before = lab.rows(), lab.groups()
         if later:
@@ -185,7 +187,7 @@ async def test_a_failed_member_keeps_its_slot_and_changes_nothing_of_the_others(
             assert old[column] == new[column], column
 
 
-# Which groups have no row of their present state: found without looking at each of them
+# `due_groups` finds groups without a row of their present state
 
 SHARED = {"run_id": "r", "task_hash": "h", "env_name": None, "split": None}
 
@@ -206,7 +208,7 @@ def row_of(group: int, member: int, attempt: int, *, done: bool) -> dict[str, An
 
 
 class Tables:
-    """Stands for a run's tables."""
+    """The tables of a run, in memory."""
 
     def __init__(self, **rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -222,7 +224,7 @@ attempts = st.dictionaries(
     st.lists(st.booleans(), min_size=1, max_size=3),
     max_size=8,
 )
-"""Unit -> how its attempts ended; nothing follows one that is done."""
+"""Unit -> whether each attempt is done; attempts after one that is done are ignored."""
 
 
 def tables_of(ends: Ends) -> dict[str, list[dict[str, Any]]]:
@@ -241,7 +243,7 @@ def tables_of(ends: Ends) -> dict[str, list[dict[str, Any]]]:
     st.lists(st.tuples(attempts, st.sampled_from([None, "not now"])), max_size=3),
     st.booleans(),
 )
-def test_a_group_is_due_until_its_newest_row_shows_its_members(
+def test_a_group_is_due_until_its_newest_row_has_its_members(
     now: Ends, before: list[tuple[Ends, str | None]], written: bool
 ) -> None:
     shown: dict[str, Any] = {}
@@ -269,9 +271,9 @@ def test_a_group_is_due_until_its_newest_row_shows_its_members(
         ids = [m.trajectory_id for m in gathered.members]
         if shown.get(gathered.facts["group_id"]) != {"unit_ids": units, "trajectory_ids": ids}:
             wanted[gathered.facts["group_id"]] = (units, ids)
-    assert due <= wanted.keys(), "never one whose newest row shows it"
-    # What a group had and has no more, and members that come back to what an older row shows, are
-    # the doing of repairs alone: then a group may wait for its next change.
+    assert due <= wanted.keys(), "a group whose newest row is current is not due"
+    # Only repairs remove members or restore those of an older row; such a group may wait for its
+    # next change.
     shown_ids = {t for r in rows if r["error"] is None for t in r["trajectory_ids"]} | {None}
     shown_units = {u for r in rows if r["error"] is None for u in r["unit_ids"]}
     for group_id in wanted.keys() - due:

@@ -1,4 +1,4 @@
-"""A judge's verdict is one of few; what it does not say is a fail, what it breaks is no reward."""
+"""Verdicts of judges: no commitment gets the lowest score, and a failed judge gives no reward."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_kit import Lab, asked_of, fake, turn_of
+from runs import Lab, count_answers, first_prompt, start_server
 
 from hermes_rl.messages import text_of
 from hermes_rl.rl import NO_COMMITMENT, judge_prompt, parse_verdict
@@ -23,12 +23,12 @@ REPLIES: dict[str, list[Any]] = {
     "braces-before": ['{so} I think: {"reason": "{}", "verdict": "good"}'],
     "chatty": ['{"reason": "Yes.", "verdict": "good"}\nDoes that help?'],
     "prose-twice-then-bad": ["Good.", "Really good.", '{"verdict": "bad"}'],
-    "prose-thrice": ["It is good.", "As I said: good.", "Good!"],
+    "prose-thrice": ["It is good.", "Again: good.", "Good!"],
     "cut-thrice": ['{"reason": "It is', '{"reason": "Well', '{"reason"'],
     "refused": [{"fault": "bad_request"}],
     "filtered": [{"text": "", "finish": "content_filter"}],
 }
-"""Task -> what the judge says, asked once and again."""
+"""Task -> the replies of the judge, in order."""
 
 ENV = """
 uses = ("judge",)
@@ -46,20 +46,20 @@ async def compute_reward(self, task, trajectory, ctx):
 
 
 def critic(request: ServedRequest) -> Any:
-    """What REPLIES says about the text between the marks."""
-    name = next(name for name in REPLIES if f"\n{name}\n" in asked_of(request))
-    return REPLIES[name][turn_of(request)]
+    """Reply as in REPLIES to the text inside the fence."""
+    name = next(name for name in REPLIES if f"\n{name}\n" in first_prompt(request))
+    return REPLIES[name][count_answers(request)]
 
 
 def policy(request: ServedRequest) -> Any:
-    return asked_of(request).removeprefix("Write ").removesuffix(".")
+    return first_prompt(request).removeprefix("Write ").removesuffix(".")
 
 
-async def test_verdicts(lab: Lab) -> None:
+async def test_verdicts_of_a_judge(lab: Lab) -> None:
     prompts: dict[str, str] = {}
 
     def noting(request: ServedRequest) -> Any:
-        if turn_of(request) == 0:
+        if count_answers(request) == 0:
             texts = [text_of(message) for message in request.messages]
             name = next(name for name in REPLIES if f"\n{name}\n" in texts[-1])
             prompts[name] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
@@ -67,7 +67,7 @@ async def test_verdicts(lab: Lab) -> None:
 
     env = lab.write(ENV, f"NAMES = {list(REPLIES)}").path
     judge = {"judge": {"name": "critic", "max_tokens": 200}}
-    async with fake(critic=noting, policy=policy) as server:
+    async with start_server(critic=noting, policy=policy) as server:
         await lab.run(env, server, env=judge, dataset={"limit": None, "repeats": 1})
     graded = {row["task_id"]: row for row in lab.rows()}
     assert {name: row["reward"] for name, row in graded.items()} == {
@@ -85,12 +85,12 @@ async def test_verdicts(lab: Lab) -> None:
     for row in graded.values():
         (part,) = row["rewards"]
         detail = json.loads(part["detail"])
-        asked = [call for call in row["calls"] if call["purpose"] == "judge"]
-        assert (part["turn"], detail["asked"], detail["judge"]) == (1, len(asked), "critic")
+        judge_calls = [call for call in row["calls"] if call["purpose"] == "judge"]
+        assert (part["turn"], detail["asked"], detail["judge"]) == (1, len(judge_calls), "critic")
         assert detail["reply"] == REPLIES[row["task_id"]][-1]
-        assert detail["usage"]["output_tokens"] == asked[-1]["output_tokens"]
-        assert all(call["outcome"] == "ok" and call["turn"] == 1 for call in asked)
-        if row["task_id"] != "halved":  # half a character goes over no wire as it is
+        assert detail["usage"]["output_tokens"] == judge_calls[-1]["output_tokens"]
+        assert all(call["outcome"] == "ok" and call["turn"] == 1 for call in judge_calls)
+        if row["task_id"] != "halved":  # a lone surrogate cannot be sent unchanged
             assert detail["prompt_sha256"] == prompts[row["task_id"]]
     assert json.loads(graded["uncommitted"]["rewards"][0]["detail"])["verdict"] == NO_COMMITMENT
     failed = {row["task_id"]: row for row in lab.rows("failures")}
@@ -99,23 +99,23 @@ async def test_verdicts(lab: Lab) -> None:
         assert (row["cause"], row["reward"], row["owner"]) == ("verifier", None, "infrastructure")
         assert "the judge critic" in row["error"]
         assert [call for call in row["calls"] if call["purpose"] == "judge"], (
-            "paid and in the books"
+            "the paid calls are recorded"
         )
 
 
-async def test_a_judge_that_is_down_stops_the_run_which_can_be_resumed(lab: Lab) -> None:
+async def test_a_refused_judge_stops_the_run_which_can_be_resumed(lab: Lab) -> None:
     env, judge = lab.write(ENV, "NAMES = ['plain']").path, {"judge": {"name": "critic"}}
-    async with fake(critic=lambda request: {"fault": "auth"}, policy=policy) as server:
+    async with start_server(critic=lambda request: {"fault": "auth"}, policy=policy) as server:
         report = await lab.run(env, server, env=judge)
     assert (report.stopped, report.given_up, report.done) == ("auth", 0, 0)
     assert report.resume == f"hermes-rl env process --config {lab.out}/run.yaml"
-    async with fake(critic=critic, policy=policy) as server:
+    async with start_server(critic=critic, policy=policy) as server:
         report = await lab.run(env, server, env=judge)
     assert (report.stopped, report.done) == (None, 4)
 
 
 @given(st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=3))
-def test_no_text_to_judge_can_hold_the_mark_around_it(data: dict[str, str]) -> None:
+def test_judged_text_cannot_contain_its_fence(data: dict[str, str]) -> None:
     system, prompt = judge_prompt("Is it?", data, ("yes", "no"))
     mark = next(word for word in system.split() if word.startswith("==")).rstrip(".")
     assert len(mark) == 18
@@ -125,6 +125,6 @@ def test_no_text_to_judge_can_hold_the_mark_around_it(data: dict[str, str]) -> N
 
 
 @given(st.text(max_size=80))
-def test_whatever_a_judge_says_is_read_or_not(text: str) -> None:
+def test_any_reply_of_a_judge_is_parsed_or_refused(text: str) -> None:
     found = parse_verdict(text, ("yes", "no"))
     assert found is None or found[0] in ("yes", "no", NO_COMMITMENT, "")

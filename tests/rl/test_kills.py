@@ -1,5 +1,5 @@
-"""A process that is killed and started again: what it reported is durable, and what was paid, or
-may have been, is recorded once."""
+"""A process is killed and restarted: reported results are durable, and each paid call is recorded
+once."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_kit import Lab, events, fake, flags, report_of, spent_of, start, tokens
+from runs import Lab, events, flags, report_of, start, start_server, tokens, tokens_spent
 
 from batch_runner import regrade_run
 from hermes_rl.testing import FakeConfig, FakeServer
@@ -38,7 +38,7 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_rollouts_that_were_reported_are_not_run_again_after_a_kill(lab: Lab) -> None:
+async def test_reported_rollouts_are_not_repeated_after_a_kill(lab: Lab) -> None:
     env, out = lab.write(TALK).path, lab.out
     more = ("--limit", str(GROUPS), "--concurrency", str(IN_FLIGHT))
     plays = {"policy": lambda request: "Well."}
@@ -62,7 +62,7 @@ async def test_rollouts_that_were_reported_are_not_run_again_after_a_kill(lab: L
         (n, m, float(m < n % (SIZE + 1))) for n in range(GROUPS) for m in range(SIZE)
     ]
 
-    # Nothing is paid twice but what was in flight.
+    # Only rollouts in flight are paid twice.
     lost = lab.rows("failures")
     assert {row["cause"] for row in lost} <= {"driver_lost"}
     units = {c["call_id"]: r["unit_id"] for r in rows + lost for c in r["calls"]}
@@ -124,12 +124,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 sys.path.insert(0, sys.argv[1])
-from rl_kit import configured
+from runs import make_config
 from batch_runner import run_batch
 judge = {"judge": {"name": "critic", "max_tokens": 50}}
 server = SimpleNamespace(base_url=sys.argv[4])
 dataset = {"repeats": 2, "limit": None}
-run_batch(configured(sys.argv[2], Path(sys.argv[3]), server, env=judge, dataset=dataset))
+run_batch(make_config(sys.argv[2], Path(sys.argv[3]), server, env=judge, dataset=dataset))
 """
 REGRADE = """
 import asyncio, sys
@@ -140,7 +140,7 @@ asyncio.run(regrade_run(Path(sys.argv[3]), [("env.config.ask", True)]))
 
 
 class Killer:
-    """A judge that ends the process that asks it the last question."""
+    """A judge that kills the process that asks the last question."""
 
     def __init__(self) -> None:
         self.questions = 0
@@ -163,14 +163,14 @@ class Killer:
 
 
 @pytest.mark.parametrize(("table", "others"), [("groups", 3), ("grades", 7)])
-async def test_scores_and_grades_before_a_kill_stay_and_the_calls_that_it_cut_are_recorded_once(
+async def test_scores_and_grades_survive_a_kill_and_interrupted_calls_are_recorded_once(
     lab: Lab, table: str, others: int
 ) -> None:
     killer, groups = Killer(), table == "groups"
     env = lab.write(ENV + (SCORED if groups else ""), HEAD.format(here=str(lab.path))).path
     judge = {"judge": {"name": "critic", "max_tokens": 50}}
     kept = {"keep_workspaces": True}
-    async with fake(critic=killer, policy=lambda request: "something") as server:
+    async with start_server(critic=killer, policy=lambda request: "something") as server:
 
         async def complete() -> None:
             dataset = {"repeats": 2, "limit": None}
@@ -184,7 +184,7 @@ async def test_scores_and_grades_before_a_kill_stay_and_the_calls_that_it_cut_ar
             await killer.run(REGRADE, str(env), str(lab.out))
             again = await regrade_run(lab.out, [("env.config.ask", True)])
             assert (again.graded, again.known, again.groups) == (1, others, 4)
-        await complete()  # one more: nothing is recorded twice
+        await complete()  # another start records nothing twice
     rows = lab.rows(table)
     assert len(rows) == others + 2
     (cut,) = [row for row in rows if row["error"] is not None]
@@ -195,5 +195,5 @@ async def test_scores_and_grades_before_a_kill_stay_and_the_calls_that_it_cut_ar
     assert [group["rewards"] for group in lab.groups().values()] == [[0.0, 1.0]] * 4
     bound = sum(m["value"] for m in cut["metrics"])
     assert bound > 50
-    assert spent_of(lab.out) == tokens(lab.rows()) + tokens(rows) + bound
+    assert tokens_spent(lab.out) == tokens(lab.rows()) + tokens(rows) + bound
     assert list((lab.out / "journal").iterdir()) == []

@@ -1,9 +1,9 @@
-"""Mistakes in an environment are reported in one line with their place, and are never a reward."""
+"""Mistakes in environments are reported in one line with file and line, and give no reward."""
 
 from typing import Any
 
 import pytest
-from rl_kit import Lab, fake
+from runs import Lab, start_server
 
 from hermes_rl.errors import UserError
 from hermes_rl.rl import faults, first_tasks, load_environment, write_evaluation
@@ -46,7 +46,7 @@ def check_line(error: object, *parts: str) -> None:
         ("return ctx.sandbox.info  # HERE", "ctx.grading"),
     ],
 )
-async def test_a_bug_in_compute_reward_is_the_verifiers_fault(
+async def test_a_bug_in_compute_reward_has_the_cause_verifier(
     lab: Lab, body: str, message: str
 ) -> None:
     method = f"async def compute_reward(self, task, trajectory, ctx):\n    {body}\n"
@@ -55,7 +55,7 @@ async def test_a_bug_in_compute_reward_is_the_verifiers_fault(
     assert (report.done, report.given_up, report.causes) == (0, 4, {"verifier": 4})
     assert lab.rows() == []
     rows = lab.rows("failures")
-    assert len(rows) == 4, "judging again would give the same: no attempt is paid for it"
+    assert len(rows) == 4, "the attempt is not repeated: grading would fail again"
     for row in rows:
         assert (row["reward"], row["cause"], row["owner"]) == (None, "verifier", "infrastructure")
         check_line(row["error"], message)
@@ -74,32 +74,32 @@ async def test_a_bug_in_compute_reward_is_the_verifiers_fault(
         ("def tasks(self, split, seed):\n    yield make_task('')  # HERE", "'prompt' is empty"),
         (
             "def tasks(self, split, seed):\n    yield make_task('x', position=3)  # HERE",
-            "its own 'position', which the run sets. Rename it",
+            "a column 'position', which the run sets. Rename it",
         ),
         (
             "def tasks(self, split, seed):\n    yield make_task('x', split='hard')  # HERE",
-            "its own 'split', which the run sets. Rename it",
+            "a column 'split', which the run sets. Rename it",
         ),
         ("def tasks(self, split, seed):\n    return iter(())", "no rows"),
         (f"{TASKS}\ndef tools(self, task):\n    return ['terminal']", "tools() returned str"),
         (f"{TASKS}\ndef tools(self, task):\n    return task.tools  # HERE", "AttributeError"),
         (f"{TASKS}\nasync def setup(self):\n    {{}}['key']  # HERE", "setup() raised KeyError"),
-        (f"{TASKS}\nuses = ('judge',)", "asks a model as judge: set env.judge.name"),
-        (f"{TASKS}\nendless = True", "no end of tasks. Say how many with --limit"),
+        (f"{TASKS}\nuses = ('judge',)", "calls a model as judge: set env.judge.name"),
+        (f"{TASKS}\nendless = True", "has endless tasks. Set their number with --limit"),
         (f"{TASKS}\nsplits = ('test',)", "unknown split 'train' (known: test)"),
     ],
 )
-async def test_what_cannot_work_is_reported_before_anything_runs(
+async def test_invalid_environments_are_reported_before_the_run(
     lab: Lab, body: str, message: str
 ) -> None:
     written = lab.write(f"{body}\n{REWARD}")
-    async with fake() as server:
+    async with start_server() as server:
         with pytest.raises(UserError) as raised:
             await lab.run(written.path, server, dataset={"limit": None})
     check_line(raised.value, message)
     if "# HERE" in body:
         check_line(raised.value, "environment made_up", f"made_up.py:{written.line('# HERE')}")
-    assert server.entries == [] or "setup" in body, "only a worker sets an environment up"
+    assert server.entries == [] or "setup" in body, "only workers call setup()"
     assert not list(lab.out.glob("trajectories/*"))
 
 
@@ -125,7 +125,7 @@ class Picky(EnvConfig):
         (PICKY, "Config = Picky", "environment made_up: Picky() raised KeyError"),
     ],
 )
-async def test_code_that_cannot_be_imported_or_configured(
+async def test_import_and_configuration_errors_have_file_and_line(
     lab: Lab, head: str, body: str, message: str
 ) -> None:
     written = lab.write(f"{body}\n{TASKS}{REWARD}", head)
@@ -150,10 +150,10 @@ async def dice(ctx, args):
         ("def tools(self, task):\n    return [dice]", "dice() raised KeyError"),
     ],
 )
-async def test_a_bug_around_the_agent_is_the_tasks_fault(lab: Lab, body: str, message: str) -> None:
+async def test_a_bug_in_other_methods_has_the_cause_task(lab: Lab, body: str, message: str) -> None:
     env = lab.write(f"{TASKS}{REWARD}{body}", TOOL).path
     calls = {"calls": [{"name": "dice"}]} if "dice" in body else "Hello."
-    async with fake(policy=lambda request: calls) as server:
+    async with start_server(policy=lambda request: calls) as server:
         report = await lab.run(env, server, dataset={"repeats": 1})
     assert report.causes == {"task": 1}
     row = lab.row("failures")
@@ -173,7 +173,7 @@ def tasks(self, split, seed):
 """
 
 
-async def test_a_stream_that_breaks_off_keeps_what_was_done(lab: Lab) -> None:
+async def test_a_stream_that_raises_keeps_finished_rollouts(lab: Lab) -> None:
     written = lab.write(STREAM + REWARD)
     report = await lab.run(written.path, **NOOP, dataset={"limit": None})
     assert (report.stopped, report.exit_code) == ("dataset", 2)
@@ -187,12 +187,17 @@ async def test_a_stream_that_breaks_off_keeps_what_was_done(lab: Lab) -> None:
     ("returned", "message"),
     [
         ("{'words': 3, 'found': float((run.trajectories['reward'] == 1).sum())}", None),
-        ("{'words': float('nan')}", "evaluate() returned no mapping of names to finite numbers"),
-        ("5", "evaluate() returned no mapping"),
+        (
+            "{'words': float('nan')}",
+            "evaluate() did not return a mapping of names to finite numbers",
+        ),
+        ("5", "evaluate() did not return a mapping"),
         ("run.nothing", "evaluate() raised AttributeError"),
     ],
 )
-async def test_an_environments_own_metrics(lab: Lab, returned: str, message: str | None) -> None:
+async def test_metrics_of_evaluate_are_checked(
+    lab: Lab, returned: str, message: str | None
+) -> None:
     body = f"{TASKS}{REWARD}\nasync def evaluate(self, run):\n    return {returned}\n"
     report = await lab.run(body, **NOOP, env={"mode": "evaluate", "split": "eval"})
     assert report.done == 1
@@ -207,15 +212,13 @@ async def test_an_environments_own_metrics(lab: Lab, returned: str, message: str
 
 
 @pytest.mark.parametrize("use", ["judge", "user"])
-async def test_a_model_that_is_not_used_is_reported_before_its_key_is_looked_for(
-    lab: Lab, use: str
-) -> None:
-    place = {use: {"name": "gpt-5", "api_key_env": "A_KEY_THAT_NOBODY_HAS"}}
+async def test_an_unused_model_is_reported_before_its_key(lab: Lab, use: str) -> None:
+    place = {use: {"name": "gpt-5", "api_key_env": "A_KEY_THAT_IS_NOT_SET"}}
     with pytest.raises(UserError) as raised:
         await lab.run(TASKS + REWARD, **NOOP, env=place)
-    check_line(raised.value, f"asks no model as {use}", f"Leave out env.{use} (--{use})")
+    check_line(raised.value, f"calls no model as {use}", f"Leave out env.{use} (--{use})")
     may = lab.write(f"can_use = ({use!r},)\n{TASKS}{REWARD}", name="may").path
-    with pytest.raises(UserError, match="A_KEY_THAT_NOBODY_HAS"):
+    with pytest.raises(UserError, match="A_KEY_THAT_IS_NOT_SET"):
         await lab.run(may, **NOOP, env=place)
     assert (await lab.run(may, **NOOP)).done == 4
 
@@ -232,7 +235,7 @@ TWO = ONE + "    async def compute_reward(self, *a): ...\nclass B(A):\n    name 
     ("code", "name", "message"),
     [
         ("", "nowhere", "unknown environment 'nowhere' (known: "),
-        ("", "some/folder", "no Python file and no package"),
+        ("", "some/folder", "neither a Python file nor a package"),
         ("", "{}/absent.py", "no such file"),
         (TWO, "{}/env.py", "which Environment? (found: A, B). Add :Class"),
         (TWO, "{}/env.py:C", "no Environment 'C' (found: A, B)"),
@@ -242,7 +245,9 @@ TWO = ONE + "    async def compute_reward(self, *a): ...\nclass B(A):\n    name 
         ("class A:\n name = 'a'", "{}/env.py", "no Environment in it. Derive a class from"),
     ],
 )
-def test_a_name_that_leads_to_no_environment(lab: Lab, code: str, name: str, message: str) -> None:
+def test_names_without_an_environment_are_reported(
+    lab: Lab, code: str, name: str, message: str
+) -> None:
     (lab.path / "env.py").write_text(f"from hermes_rl.rl import *\n{code}\n")
     with pytest.raises(UserError) as raised:
         load_environment(name.format(lab.path))
@@ -251,7 +256,7 @@ def test_a_name_that_leads_to_no_environment(lab: Lab, code: str, name: str, mes
         assert load_environment(f"{lab.path}/env.py:B").cls.name == "b"
 
 
-def test_a_range_that_is_none_is_reported_plainly(lab: Lab) -> None:
+def test_an_invalid_reward_range_is_reported(lab: Lab) -> None:
     with pytest.raises(UserError) as caught:
         first_tasks(lab.write(f"{TASKS}{REWARD}").path, 1, reward_range=[1, 0])
     assert str(caught.value).endswith(
@@ -259,10 +264,10 @@ def test_a_range_that_is_none_is_reported_plainly(lab: Lab) -> None:
     )
 
 
-def test_a_package_whose_name_begins_as_ours_is_the_users() -> None:
-    theirs = f"{faults._PACKAGE.rstrip('/')}_more/env.py"
+def test_packages_with_a_similar_name_are_user_code() -> None:
+    path = f"{faults._PACKAGE.rstrip('/')}_more/env.py"
     found: dict[str, Any] = {}
-    exec(compile("def fail():\n    1 / 0\n", theirs, "exec"), found)
+    exec(compile("def fail():\n    1 / 0\n", path, "exec"), found)
     with pytest.raises(ZeroDivisionError) as raised:
         found["fail"]()
-    assert "_more/env.py:2" in faults.describe_error("theirs", found["fail"], raised.value)
+    assert "_more/env.py:2" in faults.describe_error("similar", found["fail"], raised.value)

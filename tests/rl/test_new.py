@@ -1,4 +1,4 @@
-"""`hermes-rl env new NAME` writes an environment that works at once and passes its own test."""
+"""`hermes-rl env new NAME` writes an environment that runs and passes its own test."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_a_new_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "new", "letter_hunt", "--in", str(tmp_path)]) == 0
     assert "env process" in capsys.readouterr().out
     package = tmp_path / "letter_hunt"
@@ -43,7 +43,7 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             write_environment(taken, tmp_path)
 
 
-def test_it_says_how_to_get_pytest_where_it_is_not_installed(
+def test_the_command_shows_how_to_install_pytest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["env", "new", "letter_hunt", "--in", str(tmp_path)]) == 0
@@ -72,7 +72,7 @@ class Repeats(Environment[EnvConfig]):
 
 
 @pytest.mark.slow
-def test_its_test_allows_a_stream_that_repeats_its_tasks(tmp_path: Path) -> None:
+def test_the_generated_test_allows_repeated_tasks(tmp_path: Path) -> None:
     package = write_environment("repeats", tmp_path)
     (package / "environment.py").write_text(REPEATS)
     tested = python("-m", "pytest", "-q", str(package), cwd=tmp_path)
@@ -80,19 +80,19 @@ def test_its_test_allows_a_stream_that_repeats_its_tasks(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
+def test_a_new_environment_passes_its_test_and_runs_as_a_module(tmp_path: Path) -> None:
     package = write_environment("letter_hunt", tmp_path)
     tested = python("-m", "pytest", "-q", str(package), cwd=tmp_path)
     assert tested.returncode == 0, tested.stdout[-2000:]
     assert "3 passed" in tested.stdout
-    ran = python("-m", "letter_hunt", "process", "--model", "noop", *BARE, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    told = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [event["mean_reward"] for event in told if event["event"] == "report"] == [0]
+    done = python("-m", "letter_hunt", "process", "--model", "noop", *BARE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["mean_reward"] for event in events if event["event"] == "report"] == [0]
     config = str(package / "config.yaml")
     arguments = ("-m", "letter_hunt", "evaluate", "--model", "oracle", "--config", config, *BARE)
-    ran = python(*arguments, cwd=tmp_path)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    done = python(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
     out = tmp_path / "runs" / "letter_hunt-oracle-eval"
     metrics = json.loads((out / "metrics.json").read_bytes())
     assert metrics["results"]["atropos|letter_hunt_eval|0"] == metrics["results"]["all"]
@@ -109,10 +109,10 @@ def test_it_passes_its_own_test_and_runs_as_a_module(tmp_path: Path) -> None:
         (["proces"], "No such command"),
     ],
 )
-def test_wrong_command_lines(
+def test_invalid_commands_are_reported_in_one_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert says in text
+    assert text.count("\n") == 1

@@ -1,5 +1,4 @@
-"""The user and the judge each at an endpoint of their own: the right model with the right key at
-the right place, their calls in the books, the budgets and the limits."""
+"""A user and a judge with their own endpoints, keys, usage records, budgets and rate limits."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -9,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from rl_kit import Lab, turn_of
+from runs import Lab, count_answers
 
 from batch_runner import read_manifest
 from hermes_rl.store import RunDir
@@ -31,8 +30,8 @@ async def reply(self, task, trajectory, ctx):
     return await ctx.user.answer("You buy.", trajectory)
 
 async def compute_reward(self, task, trajectory, ctx):
-    said = {"talk": " ".join(trajectory.answers)}
-    verdict = await ctx.judge.verdict("Was it good?", said)
+    data = {"talk": " ".join(trajectory.answers)}
+    verdict = await ctx.judge.verdict("Was it good?", data)
     return Rewards([verdict.part("good", {"yes": 1.0, "no": 0.0})])
 """
 
@@ -40,7 +39,7 @@ WHO = ("policy", "buyer", "critic")
 USES = {"buyer": "user", "critic": "judge"}
 PURPOSES = dict(zip(WHO, ("agent", "user", "judge"), strict=True))
 PLAYS: dict[str, Any] = {
-    "policy": lambda request: f"Offer {turn_of(request)}.",
+    "policy": lambda request: f"Offer {count_answers(request)}.",
     "buyer": lambda request: "Less, please.",
     "critic": lambda request: '{"reason": "It was.", "verdict": "yes"}',
 }
@@ -50,7 +49,7 @@ PRICES = {name: {"input": n, "cache_read": n, "output": 10 * n} for n, name in e
 
 
 class Listening(FakeServer):
-    """Notes every key that it is shown, also where models are only listed."""
+    """A server that records every key that it receives."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)
@@ -63,21 +62,21 @@ class Listening(FakeServer):
 
 @dataclass
 class Three:
-    """A server for each model; each knows its own key alone."""
+    """A server for each model, with its own key."""
 
     servers: dict[str, Listening]
 
     def sections(self, **run: Any) -> dict[str, Any]:
-        own = {n: {"base_url": self.servers[n].base_url, "api_key_env": f"{n}_KEY"} for n in WHO}
+        places = {n: {"base_url": self.servers[n].base_url, "api_key_env": f"{n}_KEY"} for n in WHO}
         return {
-            "endpoint": {**own["policy"], "prices": PRICES},
+            "endpoint": {**places["policy"], "prices": PRICES},
             "env": {
-                "user": {"name": "buyer", "max_tokens": MOST["buyer"], **own["buyer"]},
+                "user": {"name": "buyer", "max_tokens": MOST["buyer"], **places["buyer"]},
                 "judge": {
                     "name": "critic",
                     "max_tokens": MOST["critic"],
                     "temperature": 0,
-                    **own["critic"],
+                    **places["critic"],
                 },
             },
             "model": {"max_tokens": MOST["policy"]},
@@ -106,7 +105,7 @@ def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [c for c in calls if c["purpose"] == PURPOSES[name]] for name in WHO}
 
 
-async def test_each_model_is_asked_at_its_own_place_with_its_own_key(
+async def test_each_model_is_called_at_its_endpoint_with_its_key(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = lab.out
@@ -145,10 +144,10 @@ async def test_each_model_is_asked_at_its_own_place_with_its_own_key(
 
 
 @pytest.mark.parametrize("name", ["buyer", "critic"])
-async def test_the_budget_of_a_user_or_judge_is_its_own(
+async def test_a_user_and_a_judge_have_their_own_budgets(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It stops the run where it ends, and the same command goes on with more."""
+    """An exhausted budget stops the run; the same command with more continues it."""
     env, out = lab.write(TALK).path, lab.out
     async with three(monkeypatch) as at:
         policy = at.servers["policy"]
@@ -166,7 +165,7 @@ async def test_the_budget_of_a_user_or_judge_is_its_own(
 
 
 @pytest.mark.parametrize("name", ["buyer", "critic"])
-async def test_a_refused_key_of_a_user_or_judge_stops_the_run_and_is_named(
+async def test_a_refused_key_of_a_user_or_judge_stops_the_run(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     env = lab.write(TALK).path
@@ -183,9 +182,7 @@ async def test_a_refused_key_of_a_user_or_judge_stops_the_run_and_is_named(
         assert (await lab.run(env, policy, **sections)).done == 8
 
 
-async def test_a_judge_that_does_not_exist_is_named(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unknown_judge_model_is_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     async with three(monkeypatch) as at:
         sections, policy = at.sections(), at.servers["policy"]
         sections["env"]["judge"]["name"] = "nobody"
@@ -200,7 +197,7 @@ def troubled(faults: Iterator[str], play: Callable[[Any], Any], request: Any) ->
     return play(request) if fault is None else {"fault": fault}
 
 
-async def test_trouble_of_a_user_or_judge_costs_no_rollout(
+async def test_errors_of_a_user_or_judge_are_retried_within_the_rollout(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with three(monkeypatch) as at:
@@ -210,7 +207,7 @@ async def test_trouble_of_a_user_or_judge_costs_no_rollout(
             at.servers[name].config = replace(at.servers[name].config, plays=plays)
         report = await lab.run(TALK, at.servers["policy"], **at.sections())
     assert (report.done, report.solved, report.failed_attempts) == (8, 8, 0)
-    assert len(at.servers["policy"].entries) == 8 * 3, "no answer of the policy's is asked for anew"
+    assert len(at.servers["policy"].entries) == 8 * 3, "no call of the policy is repeated"
     for name, calls in by_model(lab.rows()).items():
         served = [e for e in at.servers[name].entries if e.outcome == "served"]
         assert len([c for c in calls if c["outcome"] == "ok"]) == len(served)
@@ -218,7 +215,7 @@ async def test_trouble_of_a_user_or_judge_costs_no_rollout(
         assert sorted(faults) == ([] if name == "policy" else ["cut", "reset", "unavailable"])
 
 
-async def test_a_judge_that_allows_little_is_waited_for(
+async def test_a_run_waits_for_a_judge_with_a_low_rate_limit(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = RateLimits(requests=600, burst_s=0.2)

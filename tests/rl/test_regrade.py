@@ -1,5 +1,4 @@
-"""Grading stored rollouts again: without the model, within the budgets, only where the task is the
-same; and rollouts that nobody could judge."""
+"""Regrading stored rollouts: without the model, within budgets, and only of unchanged tasks."""
 
 import asyncio
 import json
@@ -8,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from rl_kit import Lab, fake, spent_of, tokens
+from runs import CLI, Lab, start_server, tokens, tokens_spent
 
 from batch_runner import Silent, arun_batch, read_manifest, regrade_run
 from hermes_rl.cli import main
@@ -72,7 +71,7 @@ async def test_stored_rollouts_are_graded_again_without_the_model(lab: Lab) -> N
     assert [list(r) for r in after.groups["rewards"]] == [[0.0] * 4] * 3
     assert len(after.calls) == len(before.calls)
 
-    # Groups show the grader of the last regrade, also when it graded before.
+    # Groups have the rewards of the last regrade, also of a repeated one.
     back = await regrade_run(lab.out)
     assert (back.graded, back.known, back.groups) == (0, 12, 3)
     assert [list(r) for r in load_run(lab.out).groups["rewards"]] == rewards
@@ -101,10 +100,8 @@ AGAIN = ("env.config.again", True)
 
 
 @pytest.mark.parametrize("compared", ["", COMPARED])
-async def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
-    lab: Lab, compared: str
-) -> None:
-    """Without sandboxes; `score_group` gets the members with a grade and what was noted for it."""
+async def test_failed_grades_are_retried_and_their_groups_updated(lab: Lab, compared: str) -> None:
+    """Without sandboxes; `score_group` gets the members with their grades and metrics."""
     away = lab.path / "away"
     head = f"from pathlib import Path\nAWAY = Path({str(away)!r})"
     await lab.run(lab.write(BARE + STATE + compared, head).path, **KEPT)
@@ -124,7 +121,7 @@ async def test_what_could_not_be_judged_is_tried_again_and_its_group_follows(
     assert (await regrade_run(lab.out, [AGAIN])).groups == 0
 
 
-async def test_an_environment_that_compares_members_does_so_again(lab: Lab) -> None:
+async def test_a_regrade_calls_score_group_again(lab: Lab) -> None:
     head = "from pathlib import Path\nAWAY = Path('/nowhere')"
     await lab.run(lab.write(BARE + STATE + COMPARED, head).path, **KEPT)
     best = [AGAIN, ("env.config.best", 1)]
@@ -137,7 +134,7 @@ async def test_an_environment_that_compares_members_does_so_again(lab: Lab) -> N
     second = await regrade_run(lab.out, best)
     assert (second.groups, second.unscored) == (2, 1)
     third = await regrade_run(lab.out, best)
-    assert (third.graded, third.groups, third.unscored) == (0, 0, 1), "tried again"
+    assert (third.graded, third.groups, third.unscored) == (0, 0, 1), "retried"
 
 
 # Budgets and keys
@@ -153,11 +150,11 @@ async def compute_reward(self, task, trajectory, ctx):
     return float(verdict.choice == "yes")
 """
 ASKS = 2
-"""The judge is asked so often for one grade."""
+"""Calls of the judge per grade."""
 
 
 class Critic:
-    """A judge that may refuse its key for good after some answers."""
+    """A judge that may refuse its key after some answers."""
 
     def __init__(self) -> None:
         self.answers = 0
@@ -171,17 +168,17 @@ class Critic:
 
 
 async def run_judged(lab: Lab, server: Any) -> None:
-    """A run of six rollouts that no judge was asked about."""
+    """Run six rollouts without calls of the judge."""
     judge = {"judge": {"name": "critic", "max_tokens": 50}}
     dataset = {"repeats": 2, "limit": None}
     await lab.run(BARE + JUDGED, server, env=judge, dataset=dataset, run=KEPT["run"])
 
 
-async def test_a_judge_is_asked_within_the_budget_and_nothing_is_lost_at_its_end(
+async def test_a_regrade_stays_within_the_budget_and_keeps_its_grades(
     lab: Lab,
 ) -> None:
     out, critic = lab.out, Critic()
-    async with fake(critic=critic, policy=lambda request: "something") as server:
+    async with start_server(critic=critic, policy=lambda request: "something") as server:
         await run_judged(lab, server)
         used, groups = tokens(lab.rows()), lab.rows("groups")
         none = await regrade_run(out, [AGAIN, ("run.budget_tokens", used + 1)])
@@ -189,9 +186,9 @@ async def test_a_judge_is_asked_within_the_budget_and_nothing_is_lost_at_its_end
         assert critic.answers == 0
         one = await regrade_run(out, [AGAIN], concurrency=1)
         assert (one.stopped, one.graded, critic.answers) == (None, 6, 6 * ASKS)
-        spent = spent_of(out)
+        spent = tokens_spent(out)
         assert spent == used + tokens(lab.rows("grades")) > used
-        # Another grader, and a budget that is used up in the middle of its work.
+        # Another grader, and a budget that is exhausted before the last grade.
         tight = [AGAIN, ("env.config.group_size", 3), ("run.budget_tokens", spent + 900)]
         some = await regrade_run(out, tight, concurrency=1)
         assert some.stopped == "cost_limit"
@@ -201,18 +198,18 @@ async def test_a_judge_is_asked_within_the_budget_and_nothing_is_lost_at_its_end
         assert sum(row["reward"] is not None for row in grades) == some.graded
         paid = critic.answers - 6 * ASKS
         assert sum(len(row["calls"]) for row in grades) == paid, "every paid call is in a row"
-        assert spent_of(out) <= spent + 900
+        assert tokens_spent(out) <= spent + 900
         budget = read_manifest(RunDir(out))["budgets"][RUN_TOKENS]
-        assert budget == {"budget": spent + 900, "spent": spent_of(out)}
-        assert len(lab.rows("groups")) == len(groups) + 3, "groups follow when all are graded"
+        assert budget == {"budget": spent + 900, "spent": tokens_spent(out)}
+        assert len(lab.rows("groups")) == len(groups) + 3, "groups are written after the last grade"
         rest = await regrade_run(out, tight[:2], concurrency=4)
         assert (rest.stopped, rest.graded, rest.known) == (None, 6 - some.graded, some.graded)
         assert len(lab.rows("groups")) == len(groups) + 6
 
 
-async def test_what_was_graded_before_a_key_was_refused_stays(lab: Lab) -> None:
+async def test_grades_before_a_refused_key_are_kept(lab: Lab) -> None:
     critic = Critic()
-    async with fake(critic=critic, policy=lambda request: "something") as server:
+    async with start_server(critic=critic, policy=lambda request: "something") as server:
         await run_judged(lab, server)
         critic.refuses_after = 2 * ASKS + 1  # in the middle of the third grade
         first = await regrade_run(lab.out, [AGAIN], concurrency=1)
@@ -258,10 +255,10 @@ EDITS: dict[str, tuple[dict[str, Any], float | None]] = {
     "prompt": ({"prompt": "write another"}, None),
     "answer": ({"answer": 2}, None),
 }
-"""Task -> what is changed of it, and its new reward; None where it is another task."""
+"""Task -> its changed columns and its new reward; None if it is another task."""
 
 
-async def test_a_task_is_the_same_while_the_model_was_shown_the_same(lab: Lab) -> None:
+async def test_a_task_with_another_verifier_is_graded_and_another_prompt_is_not(lab: Lab) -> None:
     await run_dataset(lab, [{**ROW, "id": name} for name in EDITS], max_attempts=7)
     before = RunDir(lab.out).epoch(1)
     edit_dataset(lab, [{**ROW, "id": name, **edit} for name, (edit, _) in EDITS.items()])
@@ -276,7 +273,7 @@ async def test_a_task_is_the_same_while_the_model_was_shown_the_same(lab: Lab) -
     assert after.meta["config_hash"] == before.meta["config_hash"]
 
 
-async def test_a_verifier_with_another_timeout_is_another_grader(lab: Lab) -> None:
+async def test_another_verifier_timeout_is_another_grader(lab: Lab) -> None:
     verify = {"script": "sleep 2", "timeout_s": 0.5}
     row = {"id": "a", "prompt": "write", "oracle": "true", "verify": verify}
     await run_dataset(lab, [row])
@@ -288,7 +285,7 @@ async def test_a_verifier_with_another_timeout_is_another_grader(lab: Lab) -> No
     assert (done.graded, done.known, done.changed) == (2, 0, 0)
 
 
-# Rollouts that nobody could judge
+# Rollouts whose verifier failed
 
 FLAKY = """
 def tasks(self, split, seed):
@@ -309,7 +306,7 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_who_cannot_judge_is_asked_twice_more_with_the_same_state(lab: Lab) -> None:
+async def test_cannot_judge_is_retried_twice_with_the_same_state(lab: Lab) -> None:
     report = await lab.run(lab.write(FLAKY, "seen_by = {}").path)
     assert (report.done, report.failed_attempts) == (4, 0)
     for row in lab.rows():
@@ -356,17 +353,17 @@ async def score_group(self, task, members, ctx):
         (False, "raise CannotJudge('away')", REVERSED),
     ],
 )
-async def test_what_could_not_be_judged_is_kept_and_graded_later(
+async def test_ungraded_rollouts_are_kept_and_graded_later(
     lab: Lab, sandboxed: bool, fault: str, scored: str
 ) -> None:
     body = BROKEN.replace("BREAK", fault).replace("SANDBOXED", str(sandboxed)) + scored
     env, repaired = lab.write(body).path, [("env.config.repaired", True)]
-    async with fake(policy=lambda request: {"text": "cut", "finish": "length"}) as server:
+    async with start_server(policy=lambda request: {"text": "cut", "finish": "length"}) as server:
         report = await lab.run(env, server, **KEPT)
         assert (report.done, report.given_up, report.causes) == (7, 1, {"verifier": 1})
         failed = lab.row("failures")
         assert (failed["reward"], failed["owner"], failed["member"]) == (None, "infrastructure", 2)
-        assert len(server.entries) == 8, "no rollout is run again"
+        assert len(server.entries) == 8, "no rollout is repeated"
         before = lab.groups()["t1"]
         assert (before["n_valid"], before["why_invalid"][2]) == (3, "verifier")
 
@@ -386,12 +383,12 @@ async def test_what_could_not_be_judged_is_kept_and_graded_later(
         rows = len(lab.rows("groups"))
         again = await regrade_run(lab.out, repaired)
         assert (again.graded, again.known, again.groups) == (0, 8, 0)
-        await lab.run(env, server, **KEPT)  # a later start changes none of it
+        await lab.run(env, server, **KEPT)  # a later start changes nothing
         assert len(lab.rows("groups")) == rows
         assert len(server.entries) == 8
 
 
-async def test_a_verifier_of_a_dataset_that_could_not_judge_is_repaired_later(lab: Lab) -> None:
+async def test_ungraded_rollouts_of_a_dataset_are_graded_with_a_fixed_verifier(lab: Lab) -> None:
     verify = {"script": "echo cannot-judge=away >&3", "score": True}
     row = {"id": "a", "prompt": "x", "oracle": "echo 7 >out.txt", "verify": verify}
     await run_dataset(lab, [row])
@@ -403,9 +400,9 @@ async def test_a_verifier_of_a_dataset_that_could_not_judge_is_repaired_later(la
     assert (group["rewards"], group["sendable"]) == ([1.0, 1.0], True)
 
 
-# Mistakes, and the command
+# Mistakes and the command
 
-STRANGE = """
+UNSTORABLE = """
 class Config(EnvConfig):
     sandboxed: bool = False
 
@@ -427,12 +424,12 @@ async def compute_reward(self, task, trajectory, ctx):
         ({"keep_workspaces": True}, "nothing could be graded (exit 2)"),
     ],
 )
-async def test_a_regrade_that_finds_nothing_to_grade_says_which_mistake_it_is(
+async def test_a_regrade_without_stored_rollouts_reports_the_reason(
     lab: Lab, capsys: pytest.CaptureFixture[str], run: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=r"not a run directory \(no run.yaml\)"):
         await regrade_run(lab.out)
-    await lab.run(STRANGE, run=run)
+    await lab.run(UNSTORABLE, run=run)
     assert not (lab.out / "workspaces").exists()
     code = await asyncio.to_thread(main, ["env", "regrade", str(lab.out)])
     printed = capsys.readouterr()
@@ -441,11 +438,10 @@ async def test_a_regrade_that_finds_nothing_to_grade_says_which_mistake_it_is(
     assert run == {} or "4 have no stored workspace (or a ctx.state that is no" in printed.out
 
 
-def test_the_command_finds_an_environment_beside_the_caller(lab: Lab) -> None:
+def test_the_command_finds_an_environment_in_the_working_directory(lab: Lab) -> None:
     head = "from pathlib import Path\nAWAY = Path('/nowhere')"
     lab.write(BARE + STATE + COMPARED, head, name="beside")
-    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", door, "env"]  # as installed: not looking here itself
+    command = [sys.executable, "-P", "-c", CLI, "env"]  # like an installed command, without cwd
     flags = ["--model", "oracle", "--limit", "3", "--workers", "0", "--out", "run"]
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:

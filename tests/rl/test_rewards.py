@@ -1,4 +1,4 @@
-"""Whatever an environment returns is a reward that columns can hold, or a fault of its own."""
+"""Any return value of an environment is a reward that columns can store, or a fault."""
 
 import math
 from typing import Any
@@ -34,13 +34,13 @@ parts = st.builds(
     detail=anything,
 )
 metrics = st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), anything, max_size=2)
-given_back = st.one_of(
+return_values = st.one_of(
     anything, st.builds(Rewards, st.lists(st.one_of(parts, anything), max_size=3), metrics)
 )
 
 
-@given(given_back, st.sampled_from([None, (0.0, 1.0), (-5.0, 5.0)]))
-def test_what_is_returned_is_a_finite_reward_or_a_fault(
+@given(return_values, st.sampled_from([None, (0.0, 1.0), (-5.0, 5.0)]))
+def test_any_return_value_is_a_finite_reward_or_a_fault(
     returned: Any, bounds: tuple[float, float] | None
 ) -> None:
     try:
@@ -60,23 +60,23 @@ OBJECT: Any = {"x": 1}
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
-        (np.array([1.0, 2.0]), "is no number"),
-        (HUGE, "is no number"),
+        (np.array([1.0, 2.0]), "is not a number"),
+        (HUGE, "is not a number"),
         (Rewards([part("a", 1e308), part("b", 1e308)]), "outside"),
         (Rewards([RewardPart(name="a", score=HUGE)]), "not finite"),
-        (Rewards([part("a", 1.0, detail=OBJECT)]), "are texts"),
+        (Rewards([part("a", 1.0, detail=OBJECT)]), "must be texts"),
         (Rewards([part("a", 1.0)], {"long": HUGE}), "finite numbers"),
     ],
 )
-def test_what_no_column_can_hold_is_said(returned: Any, said: str) -> None:
-    with pytest.raises(VerifierFault, match=said):
+def test_values_that_columns_cannot_store_are_reported(returned: Any, message: str) -> None:
+    with pytest.raises(VerifierFault, match=message):
         check_rewards(returned, None, turns=1)
 
 
 @pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.25), np.int64(1)])
-def test_plain_numbers_are_one_part(value: Any) -> None:
+def test_a_number_becomes_one_component(value: Any) -> None:
     rewards = check_rewards(value, (0.0, 1.0), 0)
     assert [p.name for p in rewards.parts] == ["reward"]
     assert rewards.total == float(value)

@@ -1,23 +1,23 @@
-"""What an environment sees of a rollout: its own state, its own random numbers, the whole story."""
+"""The rollout that an environment sees, with its own state and random numbers."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from rl_kit import EXAMPLES, Lab, asked_of, fake, ran, table, turn_of
+from runs import EXAMPLES, Lab, count_answers, first_prompt, run_environment, start_server, table
 
 from hermes_rl.rl import Rollout
 from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan, ServedRequest
 
-STORY = """
+FOUR_ANSWERS = """
 def tasks(self, split, seed):
     for number in range(6):
         yield make_task(f"Number {number}.", id=str(number), toolsets=["terminal"])
 
 async def reply(self, task, trajectory, ctx):
     assert trajectory.end_reason is None
-    return "Go on." if len(trajectory.answers) < 4 else None
+    return "Continue." if len(trajectory.answers) < 4 else None
 
 async def compute_reward(self, task, trajectory, ctx):
     return Rewards([part("seen", 0.5, detail=repr(trajectory))])
@@ -25,8 +25,8 @@ async def compute_reward(self, task, trajectory, ctx):
 
 
 def talker(request: ServedRequest) -> Any:
-    """Calls with and without sense, cut answers, two answers, a text beside a call."""
-    number, turn = int(re.findall(r"\d+", asked_of(request))[0]), turn_of(request)
+    """Valid and invalid calls, cut answers, several answers, text with a call."""
+    number, turn = int(re.findall(r"\d+", first_prompt(request))[0]), count_answers(request)
     bad = {"name": "terminal", "arguments": "{no json"}
     steps: list[Any] = [
         {"text": "So.", "run": f"echo {number}"},
@@ -37,9 +37,9 @@ def talker(request: ServedRequest) -> Any:
     return steps[turn] if turn < len(steps) else "Enough."
 
 
-async def test_a_stored_row_gives_the_same_rollout(lab: Lab) -> None:
-    async with fake(policy=talker) as server:
-        await lab.run(STORY, server, dataset={"limit": None, "repeats": 1})
+async def test_a_rollout_is_equal_from_events_and_from_its_row(lab: Lab) -> None:
+    async with start_server(policy=talker) as server:
+        await lab.run(FOUR_ANSWERS, server, dataset={"limit": None, "repeats": 1})
     rows = lab.rows()
     assert [row["task_id"] for row in rows] == list("012345")
     for row in rows:
@@ -66,9 +66,9 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-async def test_answers_are_what_the_model_wrote_and_not_the_harness(lab: Lab) -> None:
+async def test_answers_exclude_messages_of_the_harness(lab: Lab) -> None:
     steps: list[Any] = [{"run": "echo 1"}, {"text": ""}, "At last."]
-    async with fake(policy=lambda request: steps[min(turn_of(request), 2)]) as server:
+    async with start_server(policy=lambda request: steps[min(count_answers(request), 2)]) as server:
         await lab.run(NUDGED, server, agent={"preset": "datagen"}, dataset={"repeats": 1})
     row = lab.row()
     assert any(i["synthetic"] and i["role"] == "assistant" for i in row["message_info"])
@@ -88,7 +88,7 @@ async def start(self, task, ctx):
     ctx.state.update(total=0, drawn=ctx.rng.random(), seed=ctx.seed)
 
 async def compute_reward(self, task, trajectory, ctx):
-    assert ctx.state["total"] == 3 * int(task.id), "no other rollout adds to it"
+    assert ctx.state["total"] == 3 * int(task.id), "no other rollout changes it"
     assert (ctx.split, ctx.position) == ("train", int(task.id))
     return Rewards([part("drawn", ctx.state["drawn"])], {"then": ctx.rng.random()})
 """
@@ -103,18 +103,20 @@ async def add(ctx, args):
 
 
 def adder(request: ServedRequest) -> Any:
-    number = int(re.findall(r"\d+", asked_of(request))[0])
+    number = int(re.findall(r"\d+", first_prompt(request))[0])
     call = {"name": "add", "arguments": {"n": number}}
-    return [{"calls": [call, call]}, {"calls": [call]}, "Done."][turn_of(request)]
+    return [{"calls": [call, call]}, {"calls": [call]}, "Done."][count_answers(request)]
 
 
-async def test_state_and_random_numbers_are_the_rollouts_own(lab: Lab) -> None:
+async def test_each_rollout_has_its_own_state_and_random_numbers(lab: Lab) -> None:
     written = lab.write(STATE, ADD)
     drawn = []
     for place, faults in (("a", FaultPlan()), ("b", FaultPlan(rates={"unavailable": 0.3}))):
         config = FakeConfig(plays={"policy": adder}, faults=faults)
         async with FakeServer(config) as server:
-            report = await ran(written.path, lab.path / place, server, dataset={"limit": None})
+            report = await run_environment(
+                written.path, lab.path / place, server, dataset={"limit": None}
+            )
         assert report.done == 32, report.causes
         drawn.append(
             {
@@ -122,7 +124,7 @@ async def test_state_and_random_numbers_are_the_rollouts_own(lab: Lab) -> None:
                 for row in table(lab.path / place)
             }
         )
-    assert drawn[0] == drawn[1], "the same whatever had to be tried again"
+    assert drawn[0] == drawn[1], "retries change nothing"
     assert len(set(drawn[0].values())) == 32, "members of a group differ"
 
 
@@ -130,9 +132,9 @@ async def test_the_class_in_the_docs_works(tmp_path: Path) -> None:
     text = (EXAMPLES.parent / "environments.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     (tmp_path / "adding.py").write_text(code)
-    report = await ran(tmp_path / "adding.py", tmp_path / "run", env={"seed": 3})
+    report = await run_environment(tmp_path / "adding.py", tmp_path / "run", env={"seed": 3})
     assert (report.solved, report.done) == (16, 16)
-    await ran(
+    await run_environment(
         tmp_path / "adding.py",
         tmp_path / "noop",
         model={"name": "noop"},

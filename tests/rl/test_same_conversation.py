@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_kit import ran
+from runs import run_environment
 
 from batch_runner import Silent, arun_batch
 from hermes_rl import AIAgent, ModelConfig, load_run
@@ -42,7 +42,7 @@ class Same(Environment[EnvConfig]):
 
 
 def row_of(run: Path) -> dict[str, Any]:
-    """What must be equal of the only row."""
+    """Return what must be equal in the only row."""
     (row,) = load_run(run).trajectories.to_dict("records")
     infos = [{**dict(info), "raw_content": None} for info in row["message_info"]]
     return {
@@ -56,7 +56,9 @@ def row_of(run: Path) -> dict[str, Any]:
     }
 
 
-async def test_one_conversation_by_three_ways_gives_the_same_messages(tmp_path: Path) -> None:
+async def test_an_agent_a_batch_run_and_an_environment_give_the_same_messages(
+    tmp_path: Path,
+) -> None:
     rows: list[dict[str, Any]] = []
     async with FakeServer(FakeConfig()) as server:
         model = ModelConfig(name="policy", base_url=server.base_url)
@@ -83,10 +85,10 @@ async def test_one_conversation_by_three_ways_gives_the_same_messages(tmp_path: 
         path = tmp_path / "same.py"
         path.write_text(ENVIRONMENT)
         limits = {"dataset": {"limit": 1, "repeats": 1}, "agent": {"preset": "datagen"}}
-        await ran(f"{path}:Same", tmp_path / "env", server, **limits)
+        await run_environment(f"{path}:Same", tmp_path / "env", server, **limits)
         rows.append(row_of(tmp_path / "env"))
     by_agent, by_run, by_environment = rows
     assert by_agent == by_run == by_environment
     assert by_agent["end"][:2] == ("answered", "There is one file.")
-    assert list(by_agent["messages"][1:6]) == HISTORY  # as it was written
+    assert list(by_agent["messages"][1:6]) == HISTORY  # unchanged
     assert result["messages"][-1]["content"] == "There is one file."

@@ -1,9 +1,9 @@
-"""Groups that their environment scores as a whole: rewards, faults, budgets, keys."""
+"""`score_group`: rewards, faults, budgets and keys."""
 
 from typing import Any
 
 import pytest
-from rl_kit import Lab, configured, fake, spent_of, tokens
+from runs import Lab, make_config, start_server, tokens, tokens_spent
 
 from batch_runner import arun_batch, read_manifest
 from hermes_rl.models.rate import RUN_TOKENS
@@ -51,7 +51,7 @@ async def score_group(self, task, members, ctx):
 """
 
 
-async def test_score_group_decides_and_its_parts_and_metrics_are_in_the_row_of_the_group(
+async def test_score_group_sets_rewards_components_and_metrics_of_the_group(
     lab: Lab,
 ) -> None:
     await lab.run(TASKS + RANKED, dataset=ALL, run={"max_attempts": 1})
@@ -75,7 +75,7 @@ async def test_score_group_decides_and_its_parts_and_metrics_are_in_the_row_of_t
     assert sorted(row["reward"] for row in lab.rows()) == [0.0] * 8 + [1.0] * 3
 
 
-async def test_a_group_that_cannot_be_scored_says_why_and_waits_for_the_next_start(
+async def test_a_group_with_a_scoring_error_is_scored_at_the_next_start(
     lab: Lab,
 ) -> None:
     flag = lab.path / "ready"
@@ -101,11 +101,11 @@ async def test_a_group_that_cannot_be_scored_says_why_and_waits_for_the_next_sta
     ("returned", "why"),
     [("[1.0]", "returned 1 rewards for 4 members"), ("1.0", "returned float; return a list")],
 )
-async def test_wrong_scores_are_reported_with_their_place(
+async def test_invalid_scores_are_reported_with_file_and_line(
     lab: Lab, capfd: pytest.CaptureFixture[str], returned: str, why: str
 ) -> None:
     env = lab.write(TASKS + REWARD + f"    return {returned}").path
-    await arun_batch(configured(env, lab.out, None, dataset=ALL))
+    await arun_batch(make_config(env, lab.out, None, dataset=ALL))
     printed = capfd.readouterr().err
     assert "3 groups could not be scored" in printed
     assert "score_group" in printed
@@ -146,11 +146,11 @@ def critic(request: Any) -> str:
     return '{"reason": "It is.", "verdict": "1"}'
 
 
-async def test_every_paid_call_counts_also_of_a_group_without_a_score_and_none_is_over_budget(
+async def test_calls_of_score_group_count_in_the_budget(
     lab: Lab,
 ) -> None:
     env = judged(lab)
-    async with fake(policy=policy, critic=critic) as server:
+    async with start_server(policy=policy, critic=critic) as server:
         await lab.run(env, server, **sections(1_000_000))
         groups = lab.groups()
         assert (groups["t0"]["rewards"], groups["t0"]["scored_by"]) == ([0.0, 1.0], "score_group")
@@ -159,7 +159,7 @@ async def test_every_paid_call_counts_also_of_a_group_without_a_score_and_none_i
         kept = groups["t2"]
         assert (kept["rewards"], kept["scored_by"]) == ([0.5, 0.5], "compute_reward")
         assert len(kept["calls"]) == 1
-        used = spent_of(lab.out)
+        used = tokens_spent(lab.out)
         assert used == tokens(lab.rows()) + tokens(lab.rows("groups"))
         assert read_manifest(RunDir(lab.out))["budgets"][RUN_TOKENS]["spent"] == used
         report = group_report(load_run(lab.out))
@@ -172,29 +172,29 @@ async def test_every_paid_call_counts_also_of_a_group_without_a_score_and_none_i
         await lab.run(env, server, **sections(used + 1_000_000))
     rows = lab.rows("groups")
     assert (len(rows), lab.groups()["t1"]["rewards"]) == (4, [0.0, 1.0])
-    assert spent_of(lab.out) == tokens(lab.rows()) + tokens(rows) > used
+    assert tokens_spent(lab.out) == tokens(lab.rows()) + tokens(rows) > used
     assert sorted(load_run(lab.out).groups["n_valid"]) == [2, 2, 2]
 
 
-async def test_unknown_usage_counts_with_its_bound(lab: Lab) -> None:
+async def test_unknown_usage_of_a_judge_counts_with_its_upper_bound(lab: Lab) -> None:
     (lab.path / "ready").touch()
     silent = {"text": '{"verdict": "1"}', "fault": "no_usage"}
-    async with fake(policy=policy, critic=lambda request: silent) as server:
+    async with start_server(policy=policy, critic=lambda request: silent) as server:
         await lab.run(judged(lab), server, **sections())
     groups = lab.rows("groups")
     bounds = [{m["name"]: m["value"] for m in row["metrics"]} for row in groups]
     assert [row["usage"]["unknown_calls"] for row in groups] == [1, 1, 1]
     assert [bound["unknown_output_tokens_max"] for bound in bounds] == [50, 50, 50]
-    assert spent_of(lab.out) == tokens(lab.rows()) + sum(sum(b.values()) for b in bounds)
+    assert tokens_spent(lab.out) == tokens(lab.rows()) + sum(sum(b.values()) for b in bounds)
 
 
-async def test_a_budget_that_ends_while_groups_are_scored_stops_the_run(lab: Lab) -> None:
-    async with fake(policy=policy, critic=critic) as server:
+async def test_a_budget_that_runs_out_during_scoring_stops_the_run(lab: Lab) -> None:
+    async with start_server(policy=policy, critic=critic) as server:
         report = await lab.run(judged(lab), server, **sections(4_000, max_tokens=5_000))
     assert (report.stopped, report.done, lab.rows("groups")) == ("cost_limit", 6, [])
 
 
-async def test_score_group_uses_the_key_that_the_run_began_with(lab: Lab) -> None:
+async def test_score_group_uses_the_key_of_the_start_of_the_run(lab: Lab) -> None:
     (lab.path / "ready").touch()
     (lab.path / "key").write_text("key-123456")
     once = f"mkdir {lab.path}/login && cat {lab.path}/key"  # fails a second time

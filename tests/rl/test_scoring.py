@@ -14,7 +14,7 @@ LENGTH = 30
 
 
 class Counted:
-    """A stream that counts what was read of it."""
+    """A stream that counts the rows that were read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -36,7 +36,7 @@ def test_tasks_are_found_by_index_in_any_order(
         assert all(row.parse().task.prompt_text == f"task {n}" for n, row in found.items())
 
 
-def test_rising_indices_read_the_stream_once() -> None:
+def test_increasing_indices_read_the_stream_once() -> None:
     stream = Counted()
     tasks = TaskLookup(stream)
     for place in range(0, LENGTH, 3):
@@ -46,7 +46,7 @@ def test_rising_indices_read_the_stream_once() -> None:
     assert stream.read == LENGTH + 5
 
 
-def test_budgets_of_judges_hold_without_the_policy() -> None:
+def test_a_configuration_without_the_policy_keeps_budgets_of_judges() -> None:
     config = parse_config(
         {
             "env": {"name": "made_up", "judge": {"name": "critic"}},

@@ -1,4 +1,4 @@
-"""One stream, one set of rows: whatever is killed, and however many work on it."""
+"""A task stream gives the same rows with any number of workers; the identity of environments."""
 
 import os
 import subprocess
@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from rl_kit import (
+from runs import (
     EXAMPLES,
-    asked_of,
-    configured,
+    count_answers,
     events,
-    fake,
+    first_prompt,
     flags,
-    ran,
+    make_config,
     report_of,
+    run_environment,
     start,
+    start_server,
     table,
-    turn_of,
 )
 
 from batch_runner import settle
@@ -36,13 +36,13 @@ MAY_DIFFER = (
 
 
 def guess(request: ServedRequest) -> Any:
-    """Right for every even number to add."""
-    a, b, c = (int(word.strip("?,")) for word in asked_of(request).split()[2::2])
+    """Be right if the number to add is even."""
+    a, b, c = (int(part.strip("?,")) for part in first_prompt(request).split()[2::2])
     steps: list[Any] = [
         {"calls": [{"name": "calculate", "arguments": {"operation": "add", "a": a, "b": b}}]},
         f"ANSWER {a * b + c - c % 2}",
     ]
-    return steps[turn_of(request)]
+    return steps[count_answers(request)]
 
 
 def content(out: Path) -> dict[str, dict[str, Any]]:
@@ -51,28 +51,28 @@ def content(out: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-async def test_more_tasks_go_on_and_another_stream_is_refused(tmp_path: Path) -> None:
+async def test_more_tasks_continue_a_run_and_another_stream_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    async with fake(policy=guess) as server:
-        first = await ran(MATH, out, server, dataset={"limit": 2})
-        second = await ran(MATH, out, server, dataset={"limit": 3})
+    async with start_server(policy=guess) as server:
+        first = await run_environment(MATH, out, server, dataset={"limit": 2})
+        second = await run_environment(MATH, out, server, dataset={"limit": 3})
         assert (first.done, second.done) == (8, 12)
         assert {(row["row_index"], row["repeat"]) for row in table(out)} == {
             (index, repeat) for index in range(3) for repeat in range(4)
         }
         for changed in ({"seed": 1}, {"split": "eval"}, {"config": {"largest": 500}}):
             with pytest.raises(StoreError, match=r"made with env\."):
-                await ran(MATH, out, server, env=changed)
+                await run_environment(MATH, out, server, env=changed)
         config = out / "run.yaml"
         again = await start("process", "--config", config)
         assert report_of(await events(again))["done"] == 12
         assert await again.wait() == 0
 
 
-async def test_one_at_a_time_and_64_give_the_same_rows(tmp_path: Path) -> None:
-    async with fake(policy=guess) as server:
+async def test_concurrency_does_not_change_the_rows(tmp_path: Path) -> None:
+    async with start_server(policy=guess) as server:
         for concurrency in (1, 64):
-            await ran(
+            await run_environment(
                 MATH,
                 tmp_path / str(concurrency),
                 server,
@@ -86,13 +86,13 @@ async def test_one_at_a_time_and_64_give_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_two_ray_workers_give_the_same_rows(tmp_path: Path, cluster: dict[str, str]) -> None:
-    """An environment in a folder of its own, with relative imports, in other processes."""
+async def test_ray_workers_do_not_change_the_rows(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """A package with relative imports, in other processes."""
     package = tmp_path / "my_math"
     package.mkdir()
     (package / "__init__.py").write_text("from .environment import MathTool\n")
     (package / "environment.py").write_text(MATH.read_text())
-    async with fake(policy=guess) as server:
+    async with start_server(policy=guess) as server:
         for workers in (0, 2):
             out = tmp_path / str(workers)
             process = await start(
@@ -126,23 +126,23 @@ class Shop(Environment[Config]):
 
     async def compute_reward(self, task, trajectory, ctx):
         cpu = await ctx.cpu(heavy, 2)
-        return Rewards([part("said", float(trajectory.final_response == WORD))],
+        return Rewards([part("answer", float(trajectory.final_response == WORD))],
                        {"worker": os.getpid(), "cpu": cpu})
 """
 
 
 @pytest.mark.slow
-def test_a_module_beside_the_caller_is_found_by_ray_workers_and_their_processes(
+def test_ray_workers_import_modules_from_the_working_directory(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").touch()
     (tmp_path / "shop" / "mod.py").write_text(BESIDE)
     (tmp_path / "shop" / "words.py").write_text("WORD = 'yes'\ndef heavy(n):\n    return n * 21\n")
-    door = "import os, sys; from hermes_rl.cli import main; print(os.getpid()); sys.exit(main())"
-    words = ["env", "process", "shop.mod:Shop", "--model", "oracle", "--workers", "1"]
+    code = "import os, sys; from hermes_rl.cli import main; print(os.getpid()); sys.exit(main())"
+    arguments = ["env", "process", "shop.mod:Shop", "--model", "oracle", "--workers", "1"]
     done = subprocess.run(
-        [sys.executable, "-P", "-c", door, *words, "--repeats", "2", "--out", "run"],
+        [sys.executable, "-P", "-c", code, *arguments, "--repeats", "2", "--out", "run"],
         cwd=tmp_path,
         env={**os.environ, **cluster},
         capture_output=True,
@@ -155,7 +155,7 @@ def test_a_module_beside_the_caller_is_found_by_ray_workers_and_their_processes(
     assert int(done.stdout.split()[0]) not in {int(found["worker"]) for found in metrics}
 
 
-def test_a_stream_is_what_it_is_in_every_process() -> None:
+def test_a_task_stream_is_the_same_in_every_process() -> None:
     code = (
         "import sys, msgspec; from hermes_rl.rl.trial import first_tasks; "
         "sys.stdout.buffer.write(msgspec.json.encode(first_tasks(sys.argv[1], 50)))"
@@ -173,7 +173,7 @@ def test_a_stream_is_what_it_is_in_every_process() -> None:
     assert first_tasks(MATH, 5) != first_tasks(MATH, 5, split="eval")
 
 
-def test_what_is_an_environments_identity(tmp_path: Path) -> None:
+def test_identity_covers_code_data_configuration_and_models(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("from .environment import MathTool\n")
@@ -182,7 +182,7 @@ def test_what_is_an_environments_identity(tmp_path: Path) -> None:
     (package / "words.txt").write_text("one two")
 
     def identity(**section: Any) -> str:
-        return settle(configured(package, tmp_path / "run", None, env=section)).config_hash
+        return settle(make_config(package, tmp_path / "run", None, env=section)).config_hash
 
     first = identity()
     (package / "README.md").write_text("New words for people.")
@@ -201,16 +201,16 @@ def test_what_is_an_environments_identity(tmp_path: Path) -> None:
     assert identity() != first
 
 
-def test_what_an_environment_says_for_the_run(tmp_path: Path) -> None:
+def test_an_environment_sets_defaults_of_the_run(tmp_path: Path) -> None:
     def settled(**sections: Any) -> Any:
-        return settle(configured(MATH, tmp_path / "run", None, **sections)).config
+        return settle(make_config(MATH, tmp_path / "run", None, **sections)).config
 
     plain = settled()
     assert (plain.dataset.repeats, plain.agent.preset, plain.agent.toolsets) == (4, "rl", ())
     assert plain.agent.system_prompt.startswith("Solve the task with the calculator")
     assert settled(env={"mode": "evaluate"}).dataset.repeats == 1
-    said = settled(dataset={"repeats": 2}, agent={"preset": "datagen", "system_prompt": "Hi."})
-    assert (said.dataset.repeats, said.agent.preset, said.agent.system_prompt) == (
+    changed = settled(dataset={"repeats": 2}, agent={"preset": "datagen", "system_prompt": "Hi."})
+    assert (changed.dataset.repeats, changed.agent.preset, changed.agent.system_prompt) == (
         2, "datagen", "Hi.",
     )  # fmt: skip
     with pytest.raises(UserError, match=r"env.config: unknown key 'larges' \(did you mean 'larg"):

@@ -1,4 +1,4 @@
-"""Environments on the real batch runner, with a fake server that plays policy, user and judge."""
+"""Run environments on the real batch runner, with a fake server as policy, user and judge."""
 
 import asyncio
 import json
@@ -20,13 +20,15 @@ from hermes_rl.rl import write_evaluation
 from hermes_rl.store import RunDir
 from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
 
+CLI = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+"""Code that runs the command `hermes-rl` in a Python process."""
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def configured(
+def make_config(
     name: str | Path, out: Path, server: FakeServer | None, /, **sections: Mapping[str, Any]
 ) -> RunConfig:
-    """A run without a sandbox, in this process; sections are merged over that."""
+    """Configure a run without a sandbox, in this process; sections are merged over that."""
     data: dict[str, dict[str, Any]] = {
         "dataset": {"limit": 4},
         "model": {"name": "policy" if server else "oracle"},
@@ -40,20 +42,19 @@ def configured(
     return parse_config(data)
 
 
-async def ran(
+async def run_environment(
     name: str | Path, out: Path, server: FakeServer | None = None, /, **sections: Mapping[str, Any]
 ) -> Report:
-    """Run it to its end."""
-    return await arun_batch(configured(name, out, server, **sections), progress=Silent())
+    """Run an environment to its end."""
+    return await arun_batch(make_config(name, out, server, **sections), progress=Silent())
 
 
 async def start(
     *arguments: str | Path, env: Mapping[str, str] | None = None
 ) -> asyncio.subprocess.Process:
-    """`hermes-rl env ARGUMENTS --json` as a real process."""
-    door = "import sys; from hermes_rl.cli import main; sys.exit(main())"
+    """Start `hermes-rl env ARGUMENTS --json` as a process."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", door, "env", *map(str, arguments), "--json",
+        sys.executable, "-c", CLI, "env", *map(str, arguments), "--json",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
         env={**os.environ, **(env or {})},
     )  # fmt: skip
@@ -68,7 +69,7 @@ def flags(out: Path, server: FakeServer, *more: str) -> list[str]:
 
 
 async def events(process: asyncio.subprocess.Process, until: int = 1_000_000) -> list[Any]:
-    """Its events to its end, or until so many attempts ended."""
+    """Read the events of a process to its end, or until so many attempts ended."""
     assert process.stdout
     seen: list[Any] = []
     while sum(e["event"] == "attempt" for e in seen) < until:
@@ -80,36 +81,36 @@ async def events(process: asyncio.subprocess.Process, until: int = 1_000_000) ->
 
 
 def report_of(seen: list[Any]) -> dict[str, Any]:
-    """The report among them."""
+    """Return the report of a run from its events."""
     (report,) = (event for event in seen if event["event"] == "report")
     return dict(report)
 
 
 def table(out: Path, name: str = "trajectories") -> list[dict[str, Any]]:
-    """All published rows of a table, in the order of the stream."""
+    """Read all published rows of a table, in the order of the stream."""
     parts = sorted((out / name).glob("*.parquet"))
     rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
     return sorted(rows, key=lambda r: (r.get("row_index", 0), r.get("repeat", 0)))
 
 
 def tokens(rows: list[dict[str, Any]]) -> int:
-    """What the calls in some rows used."""
+    """Sum the tokens of the calls in rows."""
     calls = [call for row in rows for call in row["calls"]]
     return sum((c["input_tokens"] or 0) + (c["output_tokens"] or 0) for c in calls)
 
 
-def spent_of(out: Path) -> int:
-    """Tokens that all starts of a run have spent, as its budget counts them."""
+def tokens_spent(out: Path) -> int:
+    """Return the tokens that all starts of a run have spent, as its budget counts them."""
     return spent_before(RunDir(out), [RUN_TOKENS], lambda *_: None)[RUN_TOKENS]
 
 
-def fake(**plays: Any) -> FakeServer:
-    """A server whose models are functions of a request."""
+def start_server(**plays: Any) -> FakeServer:
+    """Start a server whose models are functions of a request."""
     return FakeServer(FakeConfig(plays=plays))
 
 
-async def evaluated(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What `evaluate` writes at the end of a run: metrics.json and the lines of samples.jsonl."""
+async def read_evaluation(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Write an evaluation; return the results of metrics.json and the lines of samples.jsonl."""
     metrics = await write_evaluation(out)
     content = json.loads((out / "metrics.json").read_bytes())
     assert content["results"]["all"] == metrics
@@ -119,24 +120,24 @@ async def evaluated(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return content["results"], samples
 
 
-def turn_of(request: ServedRequest) -> int:
-    """Answers so far."""
+def count_answers(request: ServedRequest) -> int:
+    """Count the answers so far."""
     return sum(isinstance(m, AssistantMessage) for m in request.messages)
 
 
-def asked_of(request: ServedRequest) -> str:
-    """The first user text."""
+def first_prompt(request: ServedRequest) -> str:
+    """Return the first user text."""
     return next(text_of(m) for m in request.messages if isinstance(m, UserMessage))
 
 
 @dataclass(frozen=True)
-class Written:
-    """An environment in a file of its own."""
+class EnvironmentFile:
+    """The file of an environment."""
 
     path: Path
 
     def line(self, text: str) -> int:
-        """The number of the first line that holds a text."""
+        """Return the number of the first line that contains a text."""
         lines = self.path.read_text().splitlines()
         return next(n for n, line in enumerate(lines, 1) if text in line)
 
@@ -151,21 +152,21 @@ class Lab:
     def out(self) -> Path:
         return self.path / "run"
 
-    def write(self, body: str, head: str = "", name: str = "made_up") -> Written:
-        """Write an environment: the body within its class."""
+    def write(self, body: str, head: str = "", name: str = "made_up") -> EnvironmentFile:
+        """Write an environment with this class body."""
         text = "from hermes_rl.rl import *\n" + textwrap.dedent(head)
         text += f'\n\nclass Made(Environment[EnvConfig]):\n    name = "{name}"\n\n'
         text += textwrap.indent(textwrap.dedent(body).strip("\n"), "    ") + "\n"
         path = self.path / f"{name}.py"
         path.write_text(text)
-        return Written(path)
+        return EnvironmentFile(path)
 
     async def run(
         self, body: str | Path, server: FakeServer | None = None, /, **sections: Any
     ) -> Report:
-        """Run an environment, or what is written as its class, to its end."""
+        """Run an environment, given as a file or as a class body, to its end."""
         env = self.write(body).path if isinstance(body, str) else body
-        return await ran(env, self.out, server, **sections)
+        return await run_environment(env, self.out, server, **sections)
 
     def rows(self, name: str = "trajectories") -> list[dict[str, Any]]:
         return table(self.out, name)
