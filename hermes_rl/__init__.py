@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hermes_rl.agent import Hooks, Limits
     from hermes_rl.aiagent import AIAgent
     from hermes_rl.config import ModelConfig, RunConfig
+    from hermes_rl.config_agent import ContextConfig
     from hermes_rl.sandboxes import Bubblewrap
     from hermes_rl.sources import read_tasks
     from hermes_rl.store import load_run

@@ -23,6 +23,7 @@ import msgspec
 from hermes_rl import events as ev
 from hermes_rl.agent import (
     AgentParts,
+    ContextParts,
     Control,
     Hooked,
     Hooks,
@@ -36,13 +37,14 @@ from hermes_rl.agent import (
     SessionStart,
     call_hook,
     continuable,
+    continued_context,
     last_answer,
     run_agent,
     settle,
     split_system,
     system_prompt,
+    whole_conversation,
     with_user,
-    without_scaffolding,
 )
 from hermes_rl.agent import (
     preset as policy_of,
@@ -74,7 +76,7 @@ from hermes_rl.store import append_attempts
 from hermes_rl.text import clean
 from hermes_rl.tools import Tool
 from hermes_rl.trajectory import fold
-from hermes_rl.wiring import BACKENDS, Link, make_backend, open_link
+from hermes_rl.wiring import BACKENDS, Link, context_parts, make_backend, open_link
 
 FIRST_ANSWER_S = 5.0
 """Somebody waits: an endpoint that fails from the start is told soon."""
@@ -222,6 +224,7 @@ class AIAgent:
         session: where the conversation is kept between agents: a name in the default store, the
             path of a `.jsonl` file, a `SessionStore` (which gets a new session), a session of one,
             or an object with `session_id`, `load`, `append` and `close`.
+        context: how a full context is compressed: a `ContextConfig`, its fields, or an engine.
         hooks: callbacks before and after model calls and tools; see `Hooks`.
         allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
         names: further keywords, as hermes-agent names them; see `OtherNames`.
@@ -245,6 +248,7 @@ class AIAgent:
         on_delta: Callable[[str], None] | None = None,
         session: str | Path | SessionStore | Session | None = None,
         hooks: Hooks | None = None,
+        context: object = None,
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
     ) -> None:
@@ -263,6 +267,7 @@ class AIAgent:
             limits=limits,
             fallbacks=fallbacks,
             session=session,
+            context=context,
         )
         self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets
         self.session_id = settings.session_id or uuid.uuid4().hex
@@ -276,6 +281,9 @@ class AIAgent:
         self._on_event, self._on_delta = on_event, on_delta
         self._loop_thread = LoopThread("hermes-rl-agent")
         self._history: list[Message] = []
+        """The conversation as the model sees it next."""
+        self._whole: list[Message] | None = None
+        """All of it, once a part was compressed."""
         self._control = Control()
         self._running = False
         self._link: Link | None = None
@@ -441,7 +449,7 @@ class AIAgent:
             self._open_session()
             if history is not None:
                 own, rest = split_system(conversation_from_openai(history))
-                self._history, system = rest, system or own
+                self._history, self._whole, system = rest, None, system or own
             self._system = clean(system or self._system)
             prompt = _prompt(self._history, text, as_written=history is not None)
             result, error = await self._until_done(prompt, task_id or self._task_id)
@@ -459,7 +467,9 @@ class AIAgent:
     ) -> tuple[dict[str, Any], HermesError | None]:
         """Run; after an interrupt with a message, continue with that."""
         if self._link is None:
-            opened = open_link(self.model, self._settings.keys)
+            context = self._settings.context
+            summary = None if context is None else context.summary
+            opened = open_link(self.model, self._settings.keys, summary)
             self._link = await self._opened.enter_async_context(opened)
         link = self._link
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
@@ -520,10 +530,12 @@ class AIAgent:
         """Keep the conversation and the row, and end a sandbox that is lost; the messages."""
         self._rows.append([*log.events, ended.event])
         added = [event for event in log.events if isinstance(event, ev.MessageAdded)]
-        messages = without_scaffolding(added)
+        messages = whole_conversation(added, self._whole)
         # Of a failed run only where the model took a turn: the user may send the message again.
         if not failed or any(event.turn and not event.synthetic for event in added):
-            self._history = continuable(messages)
+            self._history = continuable(continued_context(log.events))
+            if self._whole is not None or any(event.compressed for event in added):
+                self._whole = messages
         self._ended = "error" if failed else ended.end_reason
         try:
             await self._save(self._history, self._ended)
@@ -560,7 +572,18 @@ class AIAgent:
             tool_state=place.tool_state,
             budget=settings.budget,
             after_turn=None if self._saved is None else partial(self._after_turn, log),
+            context=self._context(link, log, task_id),
         )
+
+    def _context(self, link: Link, log: EventLog, task_id: str) -> ContextParts | None:
+        section, caller = self._settings.context, None
+        if section is None:
+            return None
+        if section.summary is not None and link.summaries is not None:
+            routes = link.summaries.routes(section.summary.name)
+            calls = ModelCaller(routes, log, RetryPolicy(first_answer_s=FIRST_ANSWER_S))
+            caller = Hooked(self.hooks, calls, self.session_id, task_id)
+        return context_parts(section, caller)
 
     def _deltas(self, text: str) -> None:
         if self._on_delta is not None:
@@ -603,8 +626,7 @@ class AIAgent:
 
     async def _after_turn(self, log: EventLog, progress: Progress) -> None:
         """Keep the conversation as far as it is: a kill loses the running turn alone."""
-        added = [event for event in log.events if isinstance(event, ev.MessageAdded)]
-        await self._save(continuable(without_scaffolding(added)), "running")
+        await self._save(continuable(continued_context(log.events)), "running")
 
     async def _release(self) -> None:
         opened, self._opened = self._opened, AsyncExitStack()

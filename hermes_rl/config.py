@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from hermes_rl import __version__
-from hermes_rl.config_agent import AgentSection
+from hermes_rl.config_agent import AgentSection, ContextConfig
 from hermes_rl.config_endpoint import (
     ConnectionSection,
     EndpointSection,
@@ -427,6 +427,7 @@ class RunConfig(Section):
         self._refuse_half_characters()
         self._refuse_models()
         self._refuse_idle_budgets()
+        self._refuse_idle_context()
         if self.run.checkpoint_turns is not None and self.env is not None:
             raise UserError(
                 "--checkpoint-turns works with datasets: an environment's state cannot be saved. "
@@ -467,6 +468,8 @@ class RunConfig(Section):
         used = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
         if self.env is not None:
             used |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
+        if self.agent.context.summary is not None:
+            used.add(self.agent.context.summary.name)
         run = self.run
         budgets = [("model_budgets", n) for n in run.model_budgets]
         budgets += [("model_token_budgets", n) for n in run.model_token_budgets]
@@ -476,6 +479,21 @@ class RunConfig(Section):
                     f"'run.{key}' holds {name}, but the run asks {', '.join(sorted(used))}"
                     ". Use the name at its endpoint"
                 )
+
+    def _refuse_idle_context(self) -> None:
+        """Settings of a compression that does not take place, or that no file can hold."""
+        agent = self.agent
+        if not isinstance(agent.context.engine, str | None):
+            raise UserError(
+                "'agent.context.engine' is an object. Give a run the name of an entry point in "
+                "the group hermes_rl.context_engines"
+            )
+        compresses = agent.switches.get("compress_context", agent.preset != "rl")
+        if agent.context != ContextConfig() and not compresses:
+            raise UserError(
+                "'agent.context' has no effect, since contexts are not compressed. Take it out, "
+                "or add --set agent.switches.compress_context=true"
+            )
 
     def _refuse_half_characters(self) -> None:
         """Texts that no file can hold: arguments of a shell that are no UTF-8."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from hermes_rl.config_endpoint import Positive, Seconds, Section, read_text_file
+from hermes_rl.config_endpoint import ModelPlace, Positive, Seconds, Section, read_text_file
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message, SystemMessage, from_openai
 
@@ -27,6 +27,36 @@ class LimitsSection(Section):
     """Active time: tools and sandbox."""
     wall_seconds: Seconds = 14400.0
     """All time; reaching it ends the attempt as `stalled`, which is infrastructure's."""
+
+
+class ContextConfig(Section):
+    """Identity: how a context that is full is compressed, where the preset does that."""
+
+    window: Positive | None = None
+    """Tokens of the model's context window; None is learned when the endpoint refuses a prompt."""
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the window, less `model.max_tokens`, from which on a context is compressed; None is
+    0.75, and 0.5 of windows from 512,000 tokens on."""
+    engine: Any = None
+    """Name of a plugin (entry point group `hermes_rl.context_engines`), or for `AIAgent` an object;
+    None is the default engine."""
+    summary: ModelPlace | None = None
+    """The model that writes summaries; None is the agent's model, which also takes its place when
+    it fails."""
+    seconds: Seconds = 120.0
+    """How long one compression may take; not identity."""
+
+    @field_validator("engine")
+    @classmethod
+    def _is_engine(cls, value: Any) -> Any:
+        if value is None or (isinstance(value, str) and value.strip()):
+            return value
+        if not all(callable(getattr(value, name, None)) for name in ("threshold", "compress")):
+            raise UserError(
+                f"'context.engine' is {value!r}. Give a name, or an object with the methods "
+                "threshold and compress"
+            )
+        return value
 
 
 class AgentSection(Section):
@@ -48,6 +78,7 @@ class AgentSection(Section):
     """OpenAI messages that every request holds behind the system prompt, and no row; `@FILE` reads
     them from a JSON file."""
     limits: LimitsSection = LimitsSection()
+    context: ContextConfig = ContextConfig()
     seed: int | None = None
     """The seeds of all units derive from it; None draws as 0 does. Only a seed that is set here is
     sent to the model."""

@@ -15,7 +15,7 @@ from hermes_rl.config import (
     SandboxLimitsSection,
     SandboxSection,
 )
-from hermes_rl.config_agent import AgentSection, LimitsSection
+from hermes_rl.config_agent import AgentSection, ContextConfig, LimitsSection
 from hermes_rl.config_endpoint import SamplingSection, extra_of
 from hermes_rl.errors import SandboxStartError, TaskFault, UserError
 from hermes_rl.identity import digest
@@ -136,6 +136,8 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     tools = with_wording(resolve(toolsets), policy.wording)
     drawn = agent.distribution and dict(get_distribution(agent.distribution))
     switches = {k: v for k, v in vars(policy).items() if k != "sampling"}
+    if not policy.compress_context:
+        del switches["compress_context"]  # a run without it is what it was before there was such
     return {
         "model": {
             **_named(config),
@@ -152,6 +154,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "system_prompt": digest(system_text(config, tools)),
             "texts": digest(WORDINGS[policy.wording].messages.as_list()),
             **_sent_only(agent),
+            **_context(agent.context, policy),
             "limits": agent.limits.model_dump(),
             "seed": agent.base_seed,
         },
@@ -212,6 +215,18 @@ def _sent_only(agent: AgentSection) -> dict[str, Any]:
     such a thing."""
     parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
     return {name: digest(part) for name, part in parts.items() if part}
+
+
+def _context(section: ContextConfig, policy: Policy) -> dict[str, Any]:
+    """How contexts are compressed, where they are."""
+    if not policy.compress_context:
+        return {}
+    from hermes_rl.agent import COMPRESSION_TEXTS
+
+    summary = section.summary.identity if section.summary is not None else None
+    rest = section.model_dump(include={"window", "threshold", "engine"})
+    found = {**rest, "summary": summary, "texts": digest(COMPRESSION_TEXTS)}
+    return {"context": {k: v for k, v in found.items() if v is not None}}
 
 
 def _network(network: Network) -> bool | list[str]:

@@ -130,6 +130,8 @@ class MessageAdded(_Event, frozen=True, kw_only=True, tag="message"):
     """For tool results to which the harness joined a note: the result without it."""
     suspected_unparsed: bool = False
     """For answers of the model: they may hold a tool call that nobody parsed, nor ran."""
+    compressed: bool = False
+    """Replaces earlier messages in a compressed context: a digest, or the summary."""
 
 
 class CallStarted(_Event, frozen=True, kw_only=True, tag="call_start"):

@@ -482,6 +482,7 @@ class _Attempt:
             reply=self.episode.reply if self.episode.replies else None,
             env=self.episode.tool_state(),
             fatal_commands=self.item.fatal_commands,
+            context=self.context.context_parts(draw.policy, self.log, self.stage.budget),
         )
         if self.context.checkpoints is not None:
             parts = replace(parts, after_turn=partial(self._after_turn, sandbox))

@@ -183,6 +183,8 @@ class _Fold:
             for e in self.whole
             if isinstance(e, ev.ContextStarted)
         ]
+        if not contexts or contexts[0].start:  # the first one begins without an event
+            contexts.insert(0, Context(start=0, kept=[], summary_index=None, reason=""))
         starts = [e for e in self.whole if isinstance(e, ev.CallStarted)]
         images: list[Image] = []
         openai = (to_openai(e.message, parsed_arguments=True) for e in self.added)
@@ -195,7 +197,7 @@ class _Fold:
                 _info(e, f["content"]) for e, f in zip(self.added, forms, strict=True)
             ],
             "image_data": images,
-            "contexts": contexts or [Context(start=0, kept=[], summary_index=None, reason="")],
+            "contexts": contexts,
         }
 
     def _final_response(self, answers: list[AssistantMessage]) -> str | None:
@@ -223,7 +225,11 @@ class _Fold:
 
     def _tools(self) -> dict[str, Any]:
         offered = [e.tools for e in self.whole if isinstance(e, ev.ToolsOffered)]
-        results = [e for e in self.added if e.turn and isinstance(e.message, ToolMessage)]
+        results = [
+            e
+            for e in self.added
+            if e.turn and isinstance(e.message, ToolMessage) and not e.compressed
+        ]
         stats: dict[str, list[ev.MessageAdded]] = {}
         for e in results:
             stats.setdefault(_tool_name(e.message) or "", []).append(e)

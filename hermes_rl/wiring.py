@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hermes_rl.agent import Limits, Policy
+from hermes_rl.agent import Caller, ContextParts, Limits, Policy, Summariser, load_engine
 from hermes_rl.checkpoints import Checkpoints
 from hermes_rl.config import (
     BACKENDS as BACKENDS,
@@ -28,7 +28,8 @@ from hermes_rl.config import (
     ModelConfig,
     RunConfig,
 )
-from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
+from hermes_rl.config_agent import ContextConfig
+from hermes_rl.config_endpoint import ConnectionSection, EndpointSection, ModelPlace
 from hermes_rl.definitions import (
     extra_body_of,
     image_digest,
@@ -60,6 +61,7 @@ from hermes_rl.models.providers import (
     find_keys,
     find_plan,
     other_targets,
+    place_targets,
     reach_models,
     targets_by_model,
     targets_of,
@@ -195,6 +197,18 @@ class RunContext:
         patience = self._patience(in_process=in_process)
         return ModelCaller(models.routes(model), recorder, patience, price=price, budget=budget)
 
+    def context_parts(
+        self, policy: Policy, recorder: Recorder, budget: Budget | None
+    ) -> ContextParts | None:
+        """How one rollout's context is compressed; None where the policy does not."""
+        section = self.config.agent.context
+        if not policy.compress_context:
+            return None
+        caller = None
+        if section.summary is not None:
+            caller = self.other_caller("summary", recorder, section.summary.name, budget)
+        return context_parts(section, caller)
+
     def other_caller(
         self, purpose: str, recorder: Recorder, model: str, budget: Budget | None
     ) -> ModelCaller:
@@ -238,6 +252,27 @@ class RunContext:
         return mask(SECRETS.scrub(text), self.secrets, "[secret]")
 
 
+def context_parts(section: ContextConfig, caller: Caller | None) -> ContextParts:
+    """How contexts are compressed.
+
+    Args:
+        caller: of the model that writes summaries, where the section names one.
+
+    Raises: UserError for an engine that no plugin offers.
+    """
+    named, summariser = section.summary, None
+    if named is not None and caller is not None:
+        summariser = Summariser(caller, named.name, sampling_of(named))
+    engine = section.engine
+    return ContextParts(
+        engine=load_engine(engine) if isinstance(engine, str) else engine,
+        window=section.window,
+        share=section.threshold,
+        summariser=summariser,
+        seconds=section.seconds,
+    )
+
+
 def _played(name: str, task: Task) -> ModelClient:
     if name != "oracle":
         return NoopClient()
@@ -273,6 +308,8 @@ async def open_run_context(
     """
     together = share or Share(maximum=concurrency)
     async with AsyncExitStack() as stack:
+        if policy_of(config).compress_context:
+            context_parts(config.agent.context, None)  # an engine that does not exist: say so now
         backend = backend_of(config, state_dir)
         stack.push_async_callback(backend.aclose)
         held = await asyncio.to_thread(all_keys, config) if keys is None else keys
@@ -313,16 +350,21 @@ class Link:
     model: str
     sampling: Sampling
     routes: Routes
+    summaries: Routes | None = None
+    """To the model that writes summaries, where one is configured."""
 
 
 @asynccontextmanager
 async def open_link(
-    model: object, more_keys: Mapping[str, str] = MappingProxyType({})
+    model: object,
+    more_keys: Mapping[str, str] = MappingProxyType({}),
+    summary: ModelPlace | None = None,
 ) -> AsyncIterator[Link]:
     """Connect to a model: a name or a `ModelConfig`.
 
     Args:
         more_keys: keys by the name of a variable, beside those of the environment.
+        summary: the model that writes summaries of long conversations.
 
     Raises: UserError.
     """
@@ -340,16 +382,27 @@ async def open_link(
         shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
     where = EndpointSection(**shared)
     targets = targets_of(where, extra=config.extra_body, stop=config.stop)
+    others = () if summary is None else place_targets(summary, where)
     keys: dict[str, str] = {}
-    if asks_endpoint(config.name, where):
-        places = [target.place for target in targets]
+    if asks_endpoint(config.name, where) or others:
+        remote = targets if asks_endpoint(config.name, where) else ()
+        places = [target.place for target in (*remote, *others)]
         environ = {**os.environ, **more_keys, **({_EXPLICIT_KEY: key} if key else {})}
         keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
     held = Keys.renewed_by(where.key_commands, keys)
     share = Share(maximum=_CALLS_AT_ONCE)
     async with AsyncExitStack() as stack:
         routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
-        yield Link(config.name, sampling_of(config), routes or Routes.to(NoopClient(), share))
+        summaries = None
+        if summary is not None:
+            summaries = Routes({summary.name: others}, held, share, where)
+            stack.push_async_callback(summaries.aclose)
+        yield Link(
+            config.name,
+            sampling_of(config),
+            routes or Routes.to(NoopClient(), share),
+            summaries,
+        )
 
 
 def backend_of(config: RunConfig, state_dir: Path | None = None) -> SandboxBackend:

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.agent.answers import without_scaffolding
+    from hermes_rl.agent.answers import continued_context, whole_conversation
     from hermes_rl.agent.callbacks import Callbacks
+    from hermes_rl.agent.context import (
+        ENGINES_GROUP,
+        ContextEngine,
+        ContextView,
+        NextContext,
+        Replacement,
+        load_engine,
+    )
     from hermes_rl.agent.hooks import (
         Hooked,
         Hooks,
@@ -20,7 +28,15 @@ if TYPE_CHECKING:
         call_hook,
     )
     from hermes_rl.agent.names import AgentSettings, OtherNames, settle
-    from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Control, Progress
+    from hermes_rl.agent.parts import (
+        AgentParts,
+        AgentResult,
+        Caller,
+        ContextParts,
+        Control,
+        Progress,
+        Summariser,
+    )
     from hermes_rl.agent.policy import PRESETS, Budget, IterationBudget, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
     from hermes_rl.agent.run import run_agent, wall_limit
@@ -31,6 +47,7 @@ if TYPE_CHECKING:
         split_system,
         with_user,
     )
+    from hermes_rl.agent.summaries import COMPRESSION_TEXTS, SummaryEngine
     from hermes_rl.agent.tool_calls import tool_meant
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -12,12 +12,20 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.agent.parts import Finish, RunState
+from hermes_rl.agent.context import present_context
+from hermes_rl.agent.parts import Finish, KnowsWindow, RunState
 from hermes_rl.agent.prompt import EMPTY
-from hermes_rl.errors import ContextOverflow, PayloadTooLarge
-from hermes_rl.events import MessageAdded
-from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, UserMessage
-from hermes_rl.models import Completion, Sampling
+from hermes_rl.errors import ContextOverflow, ModelError, PayloadTooLarge
+from hermes_rl.events import Event, MessageAdded
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from hermes_rl.models import Completion, ModelRequest, Sampling
 from hermes_rl.models.wire import BrokenOff
 
 
@@ -93,24 +101,61 @@ async def answer(run: RunState) -> Completion:
 
 
 async def _ask(run: RunState) -> Completion:
-    """One call. Raises: Finish, ModelError."""
+    """One call, in a context that is not full. Raises: Finish, ModelError."""
+    while _context_is_full(run) and await _compress(run):
+        run.check_tokens()
+    while True:
+        try:
+            completion = await run.parts.caller.call(_request(run), turn=run.turn)
+            break
+        except (ContextOverflow, PayloadTooLarge) as error:
+            if await _compress(run, error):
+                run.check_tokens()
+                continue
+            if not run.answers:  # nothing was sampled yet: it is the prompt that does not fit
+                error.cause = "task"
+                raise
+            raise Finish("context_overflow") from error
+        except BrokenOff as error:
+            completion = partial_completion(error)
+            break
+    run.answers += 1
+    run.count(completion.usage)
+    run.measure(completion.usage)
+    return completion
+
+
+def _request(run: RunState) -> ModelRequest:
     request, sampling = run.request, _sampling(run)
     if sampling is not request.sampling:
         request = replace(request, sampling=sampling)
     if request.stream and may_continue_streams(run):
         request = replace(request, continuable=True)
-    try:
-        completion = await run.parts.caller.call(request, turn=run.turn)
-    except (ContextOverflow, PayloadTooLarge) as error:
-        if not run.answers:  # nothing was sampled yet: it is the prompt that does not fit
-            error.cause = "task"
-            raise
-        raise Finish("context_overflow") from error
-    except BrokenOff as error:
-        completion = partial_completion(error)
-    run.answers += 1
-    run.count(completion.usage)
-    return completion
+    return request
+
+
+def _context_is_full(run: RunState) -> bool:
+    """Whether the next prompt reaches the threshold of a compression."""
+    parts, caller = run.parts.context, run.parts.caller
+    if parts is None:
+        return False
+    window = run.context.window or parts.window
+    if window is None and isinstance(caller, KnowsWindow):
+        window = caller.window
+    if window is None:
+        return False
+    from hermes_rl.agent.compression import is_full  # only where the window is known
+
+    return is_full(run, window)
+
+
+async def _compress(run: RunState, error: ModelError | None = None) -> bool:
+    """Compress the context, where the policy does. False when nothing was gained."""
+    if run.parts.context is None:
+        return False
+    from hermes_rl.agent.compression import compress  # only long runs need it
+
+    return await compress(run, error)
 
 
 def _sampling(run: RunState) -> Sampling:
@@ -141,7 +186,7 @@ def _judge(run: RunState, completion: Completion) -> Verdict:
 def _take(run: RunState, message: AssistantMessage) -> None:
     parts = run.tries.parts
     if message.tool_calls:
-        parts.clear()  # what was said on the way to a call is no answer
+        parts.clear()  # text on the way to a call is not an answer
     elif parts:
         parts.append(message.content)
     run.add(message)
@@ -163,7 +208,7 @@ def _go_on(run: RunState, verdict: GoOn) -> None:
 AT_LIMIT = "length"
 """Finish reason of an answer that was cut off at its output limit."""
 BROKEN = "broken"
-"""Stands for the finish reason of a streamed text whose connection broke."""
+"""The finish reason of a streamed text whose connection broke."""
 BROKEN_CALL = "broken_call"
 """The same within a tool call, which is lost."""
 
@@ -407,16 +452,26 @@ def _first_of_each(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     return tuple(first.values())
 
 
-def without_scaffolding(added: Iterable[MessageAdded]) -> list[Message]:
+def without_scaffolding(
+    added: Iterable[MessageAdded], *, compressed: bool = False
+) -> list[Message]:
     """The messages of a run without what the harness wrote, for a conversation that continues: no
     nudges and no requests for the rest of an answer, whose parts become one message.
 
     Results of calls that could not run stay, since each call needs one.
+
+    Args:
+        compressed: keep the digests and summaries that replace earlier messages; for messages of
+            one context.
     """
     kept: list[Message] = []
     between = False
     for event in added:
         message, last = event.message, kept[-1] if kept else None
+        if event.compressed:
+            if compressed:
+                kept.append(message)
+            continue
         if event.synthetic and not isinstance(message, ToolMessage):
             between = True
             continue
@@ -431,6 +486,32 @@ def without_scaffolding(added: Iterable[MessageAdded]) -> list[Message]:
             kept.append(message)
         between = False
     return kept
+
+
+def continued_context(events: Iterable[Event]) -> list[Message]:
+    """The conversation as it continues after a run: its last context, without what the harness
+    wrote but the summaries and digests of a compression."""
+    return without_scaffolding(present_context(events), compressed=True)
+
+
+def whole_conversation(
+    added: Sequence[MessageAdded], before: Sequence[Message] | None
+) -> list[Message]:
+    """The conversation after a run, with the messages that compressed contexts left out.
+
+    Args:
+        added: of the run.
+        before: the whole conversation before it, where its prompt was a compressed one; None where
+            the prompt was the whole conversation.
+    """
+    if before is None:
+        return without_scaffolding(added)
+    prompt = [event for event in added if not event.turn]
+    system = [e.message for e in prompt if isinstance(e.message, SystemMessage)]
+    earlier = [message for message in before if not isinstance(message, SystemMessage)]
+    if earlier and isinstance(earlier[-1], UserMessage):
+        earlier.pop()  # the prompt's last message has its text too
+    return [*system, *earlier, *without_scaffolding(added[max(0, len(prompt) - 1) :])]
 
 
 def _joined(first: AssistantMessage, rest: AssistantMessage) -> AssistantMessage:

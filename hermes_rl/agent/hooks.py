@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hermes_rl.agent.parts import Caller, FallsBack
+from hermes_rl.agent.parts import Caller, FallsBack, KnowsWindow
 from hermes_rl.errors import ToolError
 from hermes_rl.events import Event, Purpose
 from hermes_rl.messages import AssistantMessage, Message
@@ -174,6 +174,11 @@ class Hooked:
     def fall_back(self) -> bool:
         """See `FallsBack`."""
         return isinstance(self.caller, FallsBack) and self.caller.fall_back()
+
+    @property
+    def window(self) -> int | None:
+        """See `KnowsWindow`."""
+        return self.caller.window if isinstance(self.caller, KnowsWindow) else None
 
     def tools(self, tools: Mapping[str, Tool]) -> dict[str, Tool]:
         """The same tools, seen by the hooks."""

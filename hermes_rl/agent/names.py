@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from hermes_rl.agent.callbacks import Callbacks
 from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy
 from hermes_rl.config import ModelConfig
-from hermes_rl.config_agent import check_prefill
+from hermes_rl.config_agent import ContextConfig, check_prefill
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import Message, conversation_from_openai
@@ -90,6 +90,8 @@ class AgentSettings:
     session_id: str | None
     save_to: Path | None
     callbacks: Callbacks | None
+    context: ContextConfig | None
+    """How a full context is compressed; None where the policy does not."""
 
 
 def settle(
@@ -102,6 +104,7 @@ def settle(
     limits: Limits | None,
     fallbacks: Any,
     session: object,
+    context: object = None,
 ) -> AgentSettings:
     """Settle the keywords of `AIAgent`.
 
@@ -134,7 +137,24 @@ def settle(
         session_id=names.get("session_id"),
         save_to=(SAVED if save is True else Path(save)) if save else None,
         callbacks=Callbacks.of(names),
+        context=_context(context, policy),
     )
+
+
+def _context(context: object, policy: Policy) -> ContextConfig | None:
+    """Raises: UserError for what is no configuration, or has no effect."""
+    if context is not None and not policy.compress_context:
+        raise UserError(
+            f"context has no effect: the preset {policy.name} does not compress contexts. Take it "
+            f"out, or pass preset('{policy.name}').switched({{'compress_context': True}})"
+        )
+    if isinstance(context, ContextConfig):
+        return context
+    if context is None:
+        return ContextConfig() if policy.compress_context else None
+    if isinstance(context, Mapping):
+        return ContextConfig(**context)
+    return ContextConfig(engine=context)
 
 
 def _one_of(choices: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from hermes_rl.agent.context import CONTEXT_SECONDS, ContextEngine, ContextState
 from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy, Refunds
 from hermes_rl.agent.prompt import HINTS, WORDINGS, Messages, budget_hint
 from hermes_rl.errors import Interrupted
@@ -53,9 +54,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     loop: LoopState = LoopState()
     refunded: int = 0
     hinted: int = 0
+    context: int = 0
+    """Number of the present context."""
+    context_start: int = 0
+    """Index of its first new message in the whole conversation."""
+    context_kept: tuple[int, ...] = ()
+    """Indices of the earlier messages that it holds, in its order."""
 
 
-_ELSEWHERE = ("counts", "seconds", "tool_state")
+_ELSEWHERE = (
+    "context", "context_start", "context_kept", "counts", "seconds", "tool_state",
+)  # fmt: skip
 _PROGRESS = tuple(name for name in Progress.__struct_fields__ if name not in _ELSEWHERE)
 """Fields that `RunState` has under the same name."""
 
@@ -77,6 +86,41 @@ class FallsBack(Protocol):
     def fall_back(self) -> bool:
         """Leave the present route for the rest of the run; False when there is no other."""
         ...
+
+
+@runtime_checkable
+class KnowsWindow(Protocol):
+    """What a caller may offer beside `Caller`."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the model's context window, as far as a refusal named it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Summariser:
+    """A model that writes summaries."""
+
+    caller: Caller
+    model: str
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True)
+class ContextParts:
+    """How the context of a run is compressed when it is full."""
+
+    engine: ContextEngine | None = None
+    """None is `agent.summaries.SummaryEngine`."""
+    window: int | None = None
+    """Tokens of the model's context window; None is learned when a prompt is refused."""
+    share: float | None = None
+    """Of the window, less the output limit, from which on the default engine compresses."""
+    summariser: Summariser | None = None
+    """Called for summaries before the run's model; None calls that at once."""
+    seconds: float = CONTEXT_SECONDS
+    """How long one compression may take."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +165,8 @@ class AgentParts:
     """Called after each turn that another one follows."""
     resumed: Progress | None = None
     """The state of an earlier run, whose whole, recorded conversation is the prompt."""
+    context: ContextParts | None = None
+    """How a full context is compressed; None ends the run as `context_overflow`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +179,8 @@ class AgentResult:
     """The last assistant text of the model's; the parts of a cut one, joined."""
     turns: int
     messages: list[Message]
-    """The whole conversation, the system message first."""
+    """All messages in order of happening, the system message first; digests and summaries of
+    compressed contexts included."""
     seconds: float
     active_seconds: float
     """Time spent in tools, and what the sandbox took before."""
@@ -141,8 +188,9 @@ class AgentResult:
     """Counts, absent when zero. `suspected_unparsed_calls`: answers that may hold a tool call
     which no server parsed (`models.looks_unparsed`). `discarded_answers`, `continued_answers`,
     `nudges`, `duplicate_calls`, `loop_warnings`, `budget_hints`: what the policy's switches did.
-    `refunded_turns`: turns that did not count. `thinking_budget_exhausted`: 1 when
-    the output limit went into reasoning."""
+    `refunded_turns`: turns that did not count. `thinking_budget_exhausted`: 1 when the output limit
+    went into reasoning. `compressions`: new contexts; `failed_compressions`: attempts that brought
+    nothing; `failed_summaries`: calls for a summary without a usable answer."""
 
 
 class Finish(Exception):
@@ -171,6 +219,8 @@ class Tries:
     """Answers of this turn that were thrown away."""
     max_tokens: int | None = None
     """Output limit of the next call, once it was raised."""
+    compressed: int = 0
+    """How often the context was compressed for this answer."""
     parts: list[str] = field(default_factory=list)
     """Text of the cut answers so far."""
 
@@ -260,7 +310,7 @@ class RunState:
     """The request of every turn: it holds the growing conversation, and the same tools throughout.
     """
     prompt_length: int = 0
-    """Messages of the prompt, the system message included."""
+    """Messages of the prompt in the present context, the system message included."""
     turn: int = 0
     answers: int = 0
     """Answers of the model so far, also those that were thrown away."""
@@ -287,6 +337,7 @@ class RunState:
     """Of all calls so far; see `with_unique_ids`."""
     counts: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.monotonic)
+    context: ContextState = field(default_factory=ContextState)
 
     @classmethod
     def of(cls, parts: AgentParts, control: Control) -> RunState:
@@ -318,14 +369,20 @@ class RunState:
         same = {name: getattr(self, name) for name in _PROGRESS}
         seconds = time.monotonic() - self.started
         return Progress(
-            **same, counts=dict(self.counts), seconds=seconds, tool_state=self.parts.tool_state
+            **same,
+            context=self.context.number,
+            context_start=len(self.context.past),
+            context_kept=self.context.kept,
+            counts=dict(self.counts),
+            seconds=seconds,
+            tool_state=self.parts.tool_state,
         )
 
     def resume(self, progress: Progress, messages: Sequence[Message]) -> None:
         """Take up the state of an earlier run.
 
         Args:
-            messages: its conversation, the system message first.
+            messages: its whole conversation, the system message first.
         """
         for name in _PROGRESS:
             setattr(self, name, getattr(progress, name))
@@ -333,13 +390,21 @@ class RunState:
         self.counts = Counter(progress.counts)
         self.parts.tool_state.update(progress.tool_state)
         self.started = time.monotonic() - progress.seconds
-        self.conversation.extend(messages)
+        start, kept = progress.context_start, progress.context_kept
+        self.context = ContextState(number=progress.context, kept=kept, past=[*messages[:start]])
+        self.conversation.extend(messages[index] for index in kept)
+        self.conversation.extend(messages[start:])
         self.known_ids |= call_ids(m for m in messages if isinstance(m, AssistantMessage))
 
     @property
     def conversation(self) -> Conversation:
-        """All messages so far."""
+        """The messages of the present context."""
         return self.request.conversation
+
+    def whole(self) -> list[Message]:
+        """All messages so far, in order of happening."""
+        context = self.context
+        return [*context.past, *self.conversation[len(context.kept) :]]
 
     @property
     def texts(self) -> Messages:
@@ -368,6 +433,7 @@ class RunState:
             MessageAdded(
                 message=message,
                 turn=self.turn,
+                context=self.context.number,
                 synthetic=synthetic,
                 tool_ok=tool_ok,
                 seconds=seconds,
@@ -402,6 +468,12 @@ class RunState:
         """Add a call's usage, as far as it is known."""
         if usage is not None:
             self.tokens += (usage.input_tokens or 0) + (usage.output_tokens or 0)
+
+    def measure(self, usage: Usage | None) -> None:
+        """Take the size of the present context from the usage of its last call."""
+        if usage is not None and usage.input_tokens:
+            self.context.tokens = usage.input_tokens
+            self.context.measured = len(self.conversation)
 
     def check_limits(self) -> None:
         """Before each turn. Raises: Finish when a limit of the run is reached."""
@@ -478,7 +550,7 @@ class RunState:
 
     def result(self, end_reason: str) -> AgentResult:
         """The result, from the conversation as it is now."""
-        messages = list(self.conversation)
+        messages = self.whole()
         joined = "".join(self.tries.parts) or self.last_content
         return AgentResult(
             end_reason=end_reason,

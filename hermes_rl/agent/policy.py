@@ -125,6 +125,8 @@ class Policy:
     repair_history: bool = False
     """Send a history that any server takes (`models.prepare`) instead of the stored text as it
     is: what is recorded stays the model's own."""
+    compress_context: bool = False
+    """Compress a context that is full, instead of ending as `context_overflow`."""
     tool_loop_limit: int | None = None
     """End as `tool_loop` when one call gave one result this often in a row; None never does."""
     detect_cycles: bool = False
@@ -208,6 +210,7 @@ _HELPED = Policy(
     reask_arguments=True,
     drop_duplicate_calls=True,
     repair_history=True,
+    compress_context=True,
     tool_loop_limit=5,
     command_timeout_s=60,
     detect_cycles=True,

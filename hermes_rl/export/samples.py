@@ -73,7 +73,10 @@ def samples_of(row: Mapping[str, Any], *, raw_arguments: bool = False) -> Iterat
         summary = context["summary_index"]
         if summary is not None and summary < start and summary not in kept:
             kept.append(summary)
-        shown = [*kept, *(i for i in range(start, end) if i not in set(kept))]
+        held = set(kept)
+        # Digests and the summary of the next context are recorded before it begins.
+        new = (i for i in range(start, end) if (infos[i].get("context") or 0) <= number)
+        shown = [*kept, *(i for i in new if i not in held)]
         yield Sample(
             row=row,
             context=number,

@@ -41,6 +41,7 @@ from hermes_rl.testing.faults import (
     FaultPlan,
     Refusal,
     conditional_refusal,
+    over_window,
     plan_from_json,
     refusal_body,
     refusal_for,
@@ -89,6 +90,8 @@ class FakeConfig:
     """Its clock, outages and prices."""
     plays: Mapping[str, Play] = field(default_factory=dict)
     """Model -> function that plays it instead of a script."""
+    window: int | None = None
+    """Tokens of prompt and answer together; a request for more is refused, with the numbers."""
 
 
 class FakeServer(Server):
@@ -225,6 +228,8 @@ class FakeServer(Server):
             return refusal_for("not_found", name)
         job.body_hash = hashlib.blake2b(request.body, digest_size=12).hexdigest()
         job.usage = usage_of(job.request, job.step)
+        if (refusal := over_window(job.request, job.usage, self.config.window)) is not None:
+            return refusal
         if (refusal := self._meter(job, key)) is not None:
             return refusal
         nonce = job.call_id or request.headers.get("x-stainless-retry-count", "")
@@ -400,6 +405,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--conditions", default="{}", help="clock, outages and prices as JSON")
     parser.add_argument("--key", help="the API key that clients must send")
     parser.add_argument("--model", action="append", default=[], help="serve only these")
+    parser.add_argument("--window", type=int, help="tokens of the model's context window")
     parser.add_argument(
         "--hold-at", type=int, help="answer nothing from this request on, which is printed"
     )
@@ -418,6 +424,7 @@ def main() -> None:
         log=arguments.log,
         keep=False,
         hold_at=arguments.hold_at,
+        window=arguments.window,
         port=arguments.port,
         rate=msgspec.json.decode(arguments.rate.encode(), type=RateLimits | None),
         conditions=msgspec.json.decode(arguments.conditions.encode(), type=Conditions),

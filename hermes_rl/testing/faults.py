@@ -18,6 +18,7 @@ import msgspec
 
 from hermes_rl.messages import UserMessage
 from hermes_rl.testing.dialects.base import ServedRequest, ServerDialect
+from hermes_rl.usage import Usage
 
 OUTPUT_CAP = 4096
 """The most output tokens of the fault `over_cap`."""
@@ -141,6 +142,23 @@ def conditional_refusal(fault: str | None, request: ServedRequest, body: bytes) 
         fault in _CONDITIONS and _CONDITIONS[fault](request, body)
     )
     return row.refusal if met else None
+
+
+def over_window(request: ServedRequest, usage: Usage, window: int | None) -> Refusal | None:
+    """Return the refusal of a request that does not fit in a window.
+
+    Args:
+        usage: what the request and its answer take.
+    """
+    prompt, most = usage.input_tokens or 0, request.sampling.max_tokens or 0
+    if window is None or prompt + max(1, most) <= window:
+        return None
+    message = (
+        f"This model's maximum context length is {window} tokens. However, you requested "
+        f"{prompt + most} tokens ({prompt} in the messages, {most} in the completion). Please "
+        "reduce the length of the messages or completion."
+    )
+    return Refusal(400, "invalid_request_error", "context_length_exceeded", message)
 
 
 def _over(request: ServedRequest, cap: int) -> bool:

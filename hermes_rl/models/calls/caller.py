@@ -232,6 +232,11 @@ class ModelCaller:
             self._recovery.route += 1
         return left
 
+    @property
+    def window(self) -> int | None:
+        """Tokens of the context window of the route in use, as far as a refusal named it."""
+        return self._recovery.of_route(self._recovery.route).window.size
+
     async def _carry_out(self, action: Action, failure: Failure, recovery: CallRecovery) -> None:
         """Do what was decided. Raises: the error to give up with."""
         error = failure.error

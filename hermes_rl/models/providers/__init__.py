@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         drawn_model,
         find_keys,
         other_targets,
+        place_targets,
         targets_by_model,
         targets_of,
     )

@@ -133,25 +133,40 @@ def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
 
 
 def other_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
-    """Purpose (`judge`, `user`) -> where the calls go to the model that the run's environment names
-    for it.
+    """Purpose (`judge`, `user`, `summary`) -> where the calls go to the model that the run names
+    for it beside the policy.
 
     Raises: UserError for a model that no endpoint serves, and as `targets_of`.
     """
-    found = {}
-    for use in ("judge", "user"):
-        named: ModelPlace | None = getattr(config.env, use, None)
-        if named is None:
-            continue
-        at_runs = named.base_url is None and named.provider is None
-        if named.name in PLAYED_MODELS or (at_runs and named.name in LOCAL_MODELS):
-            raise UserError(
-                f"env.{use}.name is {named.name}, which no endpoint serves. Name another model"
-            )
-        only = {"places": {named.name: named.place}, "fallbacks": ()}
-        where = config.endpoint.model_copy(update=only)
-        found[use] = targets_of(where, config.providers, named.name)
-    return found
+    named = {use: getattr(config.env, use, None) for use in ("judge", "user")}
+    places = {f"env.{use}": place for use, place in named.items()}
+    places["agent.context.summary"] = config.agent.context.summary
+    return {
+        key.rpartition(".")[2]: place_targets(place, config.endpoint, config.providers, key)
+        for key, place in places.items()
+        if place is not None
+    }
+
+
+def place_targets(
+    named: ModelPlace,
+    where: EndpointSection,
+    providers: Mapping[str, ProviderSection] | None = None,
+    key: str = "context.summary",
+) -> tuple[Target, ...]:
+    """Where the calls go to a model beside the policy.
+
+    Args:
+        where: the endpoint of the policy.
+        key: what names the model in the configuration, for the message.
+
+    Raises: UserError for a model that no endpoint serves, and as `targets_of`.
+    """
+    at_runs = named.base_url is None and named.provider is None
+    if named.name in PLAYED_MODELS or (at_runs and named.name in LOCAL_MODELS):
+        raise UserError(f"{key}.name is {named.name}, which no endpoint serves. Name another model")
+    only = {"places": {named.name: named.place}, "fallbacks": ()}
+    return targets_of(where.model_copy(update=only), providers, named.name)
 
 
 @dataclass(frozen=True)
