@@ -1,4 +1,4 @@
-"""Whether the agent kept to the rules of the house, and what it left in the book."""
+"""The rules for the agent, violations of them, and the comparison of bookings with wishes."""
 
 from __future__ import annotations
 
@@ -6,61 +6,62 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from environments.dialogue_booking.book import LARGEST, Booking
-from environments.dialogue_booking.guest import names, offered
+from environments.dialogue_booking.bookings import LARGEST, Booking
+from environments.dialogue_booking.guest import mentioned_slots, mentions
 from hermes_rl.rl import Rollout, ToolUse
 
-HOUSE = f"""\
-You answer the guests of a restaurant by text. Today is {{today}}. It is open from Tuesday to
-Sunday; tables begin from 17:00 to 21:30, every half hour. Write days and times as here: Friday,
-19:30.
+SYSTEM_PROMPT = f"""\
+You answer messages from the guests of a restaurant. Today is {{today}}. The restaurant is open
+from Tuesday to Sunday. Tables start between 17:00 and 21:30, every half hour. Write days and times
+in this form: Friday, 19:30.
 
-Rules of the house:
-1. Before you book, change or cancel, tell the guest what you are about to do (for a booking or a
-   change the new day, time and number of people as far as they are new, for a cancellation the
-   code) and wait for the answer. A list of choices is a question, and not yet that.
-2. Look up, change or cancel a booking only when the guest told you its code.
-3. A booking for more than {LARGEST} people is not yours to make: hand over, reason "large party".
-4. A booking for today is not yours to change or cancel: hand over, reason "same day".
-5. Hand over only what you know: the guest told you the number of people, or you looked the booking
-   up and it is for today.
-6. Do what the guest wants, and nothing else."""
+Rules:
+1. Before you book, change or cancel, tell the guest what you are going to do, and wait for the
+   answer. For a booking, name the day, the time and the number of people; for a change, the new
+   values; for a cancellation, the code. A list of options does not count.
+2. Look up, change or cancel a booking only if the guest gave you its code.
+3. Do not book a table for more than {LARGEST} people: hand over with the reason "large party".
+4. Do not change or cancel a booking for today: hand over with the reason "same day".
+5. Hand over only if you know that the reason applies: the guest told you the number of people, or
+   you looked the booking up and it is for today.
+6. Do only what the guest wants."""
 
 _NUMBER = re.compile(r"(?<![\w:])\d{1,3}(?![\w:])")
 _MANY = re.compile(r"\b(nine|ten|eleven|twelve|\w+teen|twenty)\b", re.IGNORECASE)
-"""More than `LARGEST`, in words."""
+"""Numbers above `LARGEST`, as words."""
 
 
 def violations(rollout: Rollout, before: Sequence[Booking], today: str) -> list[str]:
-    """The rules that were broken by calls that succeeded, in order."""
+    """Return the rules that successful calls broke, in order."""
     days = {b["code"]: b["day"] for b in before}
     slots = {b["code"]: f"{b['day']} {b['time']}" for b in before}
     found = []
     for use in rollout.tool_calls:
         if not use.ok:
             continue
-        given = use.arguments
-        code = str(given.get("code", "")).strip().upper()
-        guest, proposal = _heard(rollout, use)
-        if use.name in ("look_up", "change", "cancel") and not names(guest, {"code": code}):
-            found.append(f"{use.name} {code}: the guest did not tell the code")
+        code = str(use.arguments.get("code", "")).strip().upper()
+        guest, proposal = _dialogue_before(rollout, use)
+        if use.name in ("look_up", "change", "cancel") and not mentions(guest, {"code": code}):
+            found.append(f"{use.name} {code}: the guest did not give the code")
         if use.name in ("change", "cancel") and days.get(code) == today:
             found.append(f"{use.name} {code}: it is for today")
-        if use.name == "hand_over" and not _known(rollout, use, guest, days, today):
-            found.append(f"hand_over {given.get('reason')}: without knowing")
-        if use.name in ("book", "change") and _number(given.get("people")) > LARGEST:
+        if use.name == "hand_over" and not _is_reason_known(rollout, use, guest, days, today):
+            found.append(f"hand_over {use.arguments.get('reason')}: without knowing")
+        if use.name in ("book", "change") and _number(use.arguments.get("people")) > LARGEST:
             found.append(f"{use.name}: more than {LARGEST} people")
         known = f"{guest} {today} {slots.get(code, '')}"
-        asked = _proposed(proposal, _told(use), known)
-        if use.name in ("book", "change", "cancel") and not asked:
+        announced = _is_announced(proposal, _announcement(use), known)
+        if use.name in ("book", "change", "cancel") and not announced:
             found.append(f"{use.name}: the guest was not asked")
     return found
 
 
-def _known(rollout: Rollout, use: ToolUse, guest: str, days: Mapping[str, str], today: str) -> bool:
-    """Whether the reason of a hand-over had been found out before."""
+def _is_reason_known(
+    rollout: Rollout, use: ToolUse, guest: str, days: Mapping[str, str], today: str
+) -> bool:
+    """Whether the agent knew the reason of a hand-over."""
     if use.arguments.get("reason") == "large party":
-        numbers = [int(n) for n in _NUMBER.findall(guest) if n not in days]  # and no code
+        numbers = [int(n) for n in _NUMBER.findall(guest) if n not in days]  # codes may be digits
         return any(n > LARGEST for n in numbers) or bool(_MANY.search(guest))
     seen = (
         str(u.arguments.get("code", "")).strip().upper()
@@ -70,40 +71,41 @@ def _known(rollout: Rollout, use: ToolUse, guest: str, days: Mapping[str, str], 
     return any(days.get(code) == today for code in seen)
 
 
-def _number(given: Any) -> int:
-    """Of people; models write it as text too."""
+def _number(value: Any) -> int:
+    """Return a number of people, which models also write as text; 0 for anything else."""
     try:
-        return int(given)
+        return int(value)
     except (TypeError, ValueError):
         return 0
 
 
-def _told(use: ToolUse) -> dict[str, Any]:
-    """What a guest must have been told before the call. Models write numbers as text, and null for
-    what they leave out."""
-    given = {k: v for k, v in use.arguments.items() if v is not None}
+def _announcement(use: ToolUse) -> dict[str, Any]:
+    """Return the values that the agent must announce before a call.
+
+    Models write numbers as text, and null for absent arguments.
+    """
+    arguments = {k: v for k, v in use.arguments.items() if v is not None}
     if use.name == "cancel":
-        return {"code": str(given.get("code", "")).strip()}
-    told: dict[str, Any] = {key: given[key] for key in ("day", "time") if key in given}
-    if "people" in given:
-        told["people"] = _number(given["people"])
-    return told
+        return {"code": str(arguments.get("code", "")).strip()}
+    values: dict[str, Any] = {key: arguments[key] for key in ("day", "time") if key in arguments}
+    if "people" in arguments:
+        values["people"] = _number(arguments["people"])
+    return values
 
 
-def _proposed(proposal: str, told: Mapping[str, Any], known: str) -> bool:
-    """Whether a text says what will be done, and not all that could be.
+def _is_announced(proposal: str, values: Mapping[str, Any], known: str) -> bool:
+    """Whether a text announces these values, and is not a list of options.
 
     Args:
-        known: texts whose days and times it may name beside those of the deed.
+        known: texts whose days and times the proposal may also contain.
     """
-    wanted = " ".join(str(told.get(key, "")) for key in ("day", "time"))
-    alone = not wanted.strip() or offered(proposal) <= offered(f"{known} {wanted}")
-    return alone and names(proposal, told)
+    wanted = " ".join(str(values.get(key, "")) for key in ("day", "time"))
+    alone = not wanted.strip() or mentioned_slots(proposal) <= mentioned_slots(f"{known} {wanted}")
+    return alone and mentions(proposal, values)
 
 
-def _heard(rollout: Rollout, use: ToolUse) -> tuple[str, str]:
-    """All that the guest had said before a call, and what the agent had said before the guest's
-    last words."""
+def _dialogue_before(rollout: Rollout, use: ToolUse) -> tuple[str, str]:
+    """Return all messages of the guest before a call, and the agent's last message before them."""
     guest, proposal, latest = [], "", ""
     for message, turn in zip(rollout.messages, rollout.turn_of, strict=True):
         text = message.get("content")
@@ -117,30 +119,32 @@ def _heard(rollout: Rollout, use: ToolUse) -> tuple[str, str]:
     return "\n".join(guest), proposal
 
 
-def settled(
+def check_wishes(
     wishes: Sequence[Mapping[str, Any]], before: Sequence[Booking], state: Mapping[str, Any]
 ) -> tuple[list[bool], int]:
-    """Which wishes the book fulfils, and how many of its entries nobody asked for: new ones, and
-    old ones that are neither as before nor as the guest wants them."""
+    """Return which wishes the bookings fulfil, and the number of unwanted changes.
+
+    Unwanted are new bookings, and old ones that are neither unchanged nor as the guest wants them.
+    """
     old = {b["code"]: b for b in before}
     now = {b["code"]: b for b in state["bookings"]}
-    made = [_plain(b) for code, b in now.items() if code not in old]
+    new = [_plain(b) for code, b in now.items() if code not in old]
     handed = list(state["handed_over"])
     met = []
-    asked: dict[str, Mapping[str, Any] | None] = {}
+    requested: dict[str, Mapping[str, Any] | None] = {}
     for wish in wishes:
         wanted = wish["wanted"]
         match wish["kind"]:
             case "book":
-                met.append(_taken(made, wanted))
+                met.append(_take(new, wanted))
             case "hand_over":
-                met.append(_taken(handed, wanted["reason"]))
+                met.append(_take(handed, wanted["reason"]))
             case kind:
                 code = wish["code"]
-                asked[code] = {**old[code], **wanted} if kind == "change" else None
-                met.append(now.get(code) == asked[code])
-    spoilt = sum(now.get(code) not in (b, asked.get(code, b)) for code, b in old.items())
-    return met, spoilt + len(made) + len(handed)
+                requested[code] = {**old[code], **wanted} if kind == "change" else None
+                met.append(now.get(code) == requested[code])
+    spoilt = sum(now.get(code) not in (b, requested.get(code, b)) for code, b in old.items())
+    return met, spoilt + len(new) + len(handed)
 
 
 def _plain(booking: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,8 +152,8 @@ def _plain(booking: Mapping[str, Any]) -> dict[str, Any]:
     return {**{k: booking[k] for k in ("day", "time", "people")}, "name": name}
 
 
-def _taken(entries: list[Any], wanted: Any) -> bool:
-    """Whether an entry was among them; it is taken out."""
+def _take(entries: list[Any], wanted: Any) -> bool:
+    """Remove an entry if it is there; return whether it was."""
     plain = _plain(wanted) if isinstance(wanted, Mapping) else wanted
     if plain not in entries:
         return False

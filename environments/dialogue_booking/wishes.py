@@ -1,4 +1,4 @@
-"""Guests and what they want, by seed: a book with bookings, one or two wishes, and a solution."""
+"""Guests and their wishes by seed: bookings, one or two wishes, and a solution."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from environments.dialogue_booking.book import DAYS, LARGEST, SEATS, TIMES, Booking, free
-from environments.dialogue_booking.rules import HOUSE
+from environments.dialogue_booking.bookings import DAYS, LARGEST, SEATS, TIMES, Booking, free
+from environments.dialogue_booking.rules import SYSTEM_PROMPT
 from hermes_rl.rl import Task, make_task
 
 NAMES = (
@@ -20,16 +20,16 @@ NAMES = (
 )
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 EVAL_OF = 8
-"""One guest of so many belongs to the split `eval`, by the hash of the whole scene."""
+"""One scene in this many belongs to the split `eval`, by the hash of the scene."""
 
 Step = str | dict[str, Any]
 Drawn = tuple[dict[str, Any], list[Step]]
-"""A wish (`kind`, `says`, `facts`, `wanted`, maybe `full` and `code`), and the oracle's steps."""
+"""A wish (`kind`, `says`, `facts`, `wanted`, optional `full`, `code`), and the oracle's steps."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A task before it is one."""
+    """The content of a task."""
 
     name: str
     today: str
@@ -39,7 +39,7 @@ class Scene:
 
     @property
     def digest(self) -> str:
-        """sha256 of all but the solution."""
+        """sha256 of everything except the solution."""
         seen = [self.name, self.today, self.bookings, self.wishes]
         return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
 
@@ -49,8 +49,8 @@ class Scene:
         return "eval" if int(self.digest[:8], 16) % EVAL_OF == 0 else "train"
 
 
-class _Stage:
-    """The book while a scene is drawn."""
+class _SceneBuilder:
+    """The bookings of a scene under construction."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -59,19 +59,19 @@ class _Stage:
         self.bookings: list[Booking] = []
         self.codes: set[str] = set()
         self.slots: set[tuple[str, str]] = set()
-        """Taken by a wish: no two wishes meet."""
+        """Used by a wish or a booking; no two share one."""
         for _ in range(random.randint(5, 9)):
             self.add(random.choice([n for n in NAMES if n != self.name]))
 
     def code(self) -> str:
-        """A new one."""
+        """Return a new code."""
         while (made := "".join(self.random.choices(_LETTERS, k=3))) in self.codes:
             pass
         self.codes.add(made)
         return made
 
     def slot(self, *, day: str | None = None) -> tuple[str, str]:
-        """A day that is not today, and a time, which no wish has yet."""
+        """Return an unused day and time, not today."""
         later = [d for d in DAYS if d != self.today]
         while True:
             found = (day or self.random.choice(later), self.random.choice(TIMES))
@@ -80,7 +80,7 @@ class _Stage:
                 return found
 
     def add(self, name: str, *, day: str | None = None, people: int | None = None) -> Booking:
-        """A booking in the book."""
+        """Add a booking."""
         found, time = self.slot(day=day)
         made: Booking = {"code": self.code(), "name": name, "day": found, "time": time}
         made["people"] = people or self.random.randint(1, LARGEST - 2)
@@ -88,7 +88,7 @@ class _Stage:
         return made
 
     def fill(self, day: str, time: str) -> None:
-        """No seat is left."""
+        """Book all seats of a day and time."""
         while left := free(self.bookings, day, time):
             people = min(left, LARGEST)
             made = {"code": self.code(), "name": self.random.choice(NAMES[:-1])}
@@ -96,21 +96,21 @@ class _Stage:
         assert left <= SEATS
 
 
-def _book(stage: _Stage) -> Drawn:
-    day, time = stage.slot()
-    people = stage.random.randint(1, LARGEST)
-    wanted = {"name": stage.name, "day": day, "time": time, "people": people}
-    says = stage.random.choice(("I would like to book a table.", "Do you have a table for us?"))
+def _book(builder: _SceneBuilder) -> Drawn:
+    day, time = builder.slot()
+    people = builder.random.randint(1, LARGEST)
+    wanted = {"name": builder.name, "day": day, "time": time, "people": people}
+    says = builder.random.choice(("I would like to book a table.", "Do you have a table for us?"))
     wish = {"kind": "book", "says": f"{says} It is for {day}.", "facts": wanted, "wanted": wanted}
-    return wish, [_ASK, _proposal(wanted), _call("book", wanted), "It is booked."]
+    return wish, [_QUESTION, _proposal(wanted), _call("book", wanted), "It is booked."]
 
 
-def _book_full(stage: _Stage) -> Drawn:
-    day, first = stage.slot()
-    _, time = stage.slot(day=day)
-    stage.fill(day, first)
-    people = stage.random.randint(1, LARGEST)
-    wanted = {"name": stage.name, "day": day, "time": time, "people": people}
+def _book_full(builder: _SceneBuilder) -> Drawn:
+    day, first = builder.slot()
+    _, time = builder.slot(day=day)
+    builder.fill(day, first)
+    people = builder.random.randint(1, LARGEST)
+    wanted = {"name": builder.name, "day": day, "time": time, "people": people}
     wish = {
         "kind": "book",
         "says": f"We would like to come on {day} at {first}.",
@@ -118,51 +118,51 @@ def _book_full(stage: _Stage) -> Drawn:
         "full": time,
         "wanted": wanted,
     }
-    steps: list[Step] = [_ASK, _call("search", {"day": day})]
+    steps: list[Step] = [_QUESTION, _call("search", {"day": day})]
     steps.append(f"{first} is fully booked on {day}. Is there another time that would do?")
     return wish, [*steps, _proposal(wanted), _call("book", wanted), "It is booked."]
 
 
-def _change(stage: _Stage) -> Drawn:
-    old = stage.add(stage.name, people=stage.random.randint(2, LARGEST - 2))
+def _change(builder: _SceneBuilder) -> Drawn:
+    old = builder.add(builder.name, people=builder.random.randint(2, LARGEST - 2))
     new: dict[str, Any] = {}
-    if stage.random.random() < 0.5:
-        new["people"] = old["people"] + stage.random.choice((-1, 1, 2))
+    if builder.random.random() < 0.5:
+        new["people"] = old["people"] + builder.random.choice((-1, 1, 2))
     else:
-        new["day"], new["time"] = stage.slot()
+        new["day"], new["time"] = builder.slot()
     says = "I have to change my booking."
-    facts = {"code": old["code"], "name": stage.name, **new}
+    facts = {"code": old["code"], "name": builder.name, **new}
     wish = {"kind": "change", "says": says, "facts": facts, "code": old["code"], "wanted": new}
-    told = ", ".join(f"{key} {value}" for key, value in new.items())
+    values = ", ".join(f"{key} {value}" for key, value in new.items())
     ask = "What is the code of the booking, the name, and what shall it be: day, time, people?"
-    steps: list[Step] = [ask, f"Booking {old['code']} becomes: {told}. Shall I change it so?"]
+    steps: list[Step] = [ask, f"Booking {old['code']} becomes: {values}. Shall I change it so?"]
     return wish, [*steps, _call("change", {"code": old["code"], **new}), "It is changed."]
 
 
-def _cancel(stage: _Stage) -> Drawn:
-    old = stage.add(stage.name)
-    facts = {"code": old["code"], "name": stage.name}
-    says = stage.random.choice(("We cannot come after all.", "I have to cancel our table."))
+def _cancel(builder: _SceneBuilder) -> Drawn:
+    old = builder.add(builder.name)
+    facts = {"code": old["code"], "name": builder.name}
+    says = builder.random.choice(("We cannot come after all.", "I have to cancel our table."))
     wish = {"kind": "cancel", "says": says, "facts": facts, "code": old["code"], "wanted": {}}
     steps: list[Step] = ["What is the code of your booking?"]
     steps.append(f"Shall I cancel the booking {old['code']}?")
     return wish, [*steps, _call("cancel", {"code": old["code"]}), "It is cancelled."]
 
 
-def _large(stage: _Stage) -> Drawn:
-    day, time = stage.slot()
-    people = stage.random.randint(LARGEST + 1, SEATS - 4)
-    facts = {"name": stage.name, "day": day, "time": time, "people": people}
+def _large(builder: _SceneBuilder) -> Drawn:
+    day, time = builder.slot()
+    people = builder.random.randint(LARGEST + 1, SEATS - 4)
+    facts = {"name": builder.name, "day": day, "time": time, "people": people}
     says = f"I need a table for a party on {day}."
     wanted = {"reason": "large party"}
     wish = {"kind": "hand_over", "says": says, "facts": facts, "wanted": wanted}
-    return wish, [_ASK, _call("hand_over", wanted), "A colleague will call you."]
+    return wish, [_QUESTION, _call("hand_over", wanted), "A colleague will call you."]
 
 
-def _same_day(stage: _Stage) -> Drawn:
-    old = stage.add(stage.name, day=stage.today)
-    facts = {"code": old["code"], "name": stage.name}
-    says = stage.random.choice(("We cannot come, please cancel.", "Please cancel our table."))
+def _same_day(builder: _SceneBuilder) -> Drawn:
+    old = builder.add(builder.name, day=builder.today)
+    facts = {"code": old["code"], "name": builder.name}
+    says = builder.random.choice(("We cannot come, please cancel.", "Please cancel our table."))
     wanted = {"reason": "same day"}
     wish = {"kind": "hand_over", "says": says, "facts": facts, "wanted": wanted}
     steps: list[Step] = ["What is the code of your booking?"]
@@ -170,8 +170,8 @@ def _same_day(stage: _Stage) -> Drawn:
     return wish, [*steps, _call("hand_over", wanted), "A colleague will call you."]
 
 
-_ASK = "What name is it for, on which day, at what time, and for how many people?"
-_KINDS: tuple[Callable[[_Stage], Drawn], ...] = (
+_QUESTION = "What name is it for, on which day, at what time, and for how many people?"
+_KINDS: tuple[Callable[[_SceneBuilder], Drawn], ...] = (
     _book,
     _book_full,
     _change,
@@ -182,27 +182,27 @@ _KINDS: tuple[Callable[[_Stage], Drawn], ...] = (
 
 
 def scenes(split: str, seed: int) -> Iterator[Scene]:
-    """The scenes of a split, without end and without a repeat."""
+    """Yield the scenes of a split, endlessly and without a repeat."""
     random = Random(f"dialogue_booking/{seed}")
     seen: set[str] = set()
     while True:
-        stage = _Stage(random)
+        builder = _SceneBuilder(random)
         kinds = random.sample(_KINDS, random.choice((1, 1, 2)))
-        drawn = [kind(stage) for kind in kinds]
-        bookings = sorted(stage.bookings, key=lambda b: str(b["code"]))
+        drawn = [kind(builder) for kind in kinds]
+        bookings = sorted(builder.bookings, key=lambda b: str(b["code"]))
         steps = [step for _, steps in drawn for step in steps]
-        scene = Scene(stage.name, stage.today, bookings, [wish for wish, _ in drawn], steps)
+        scene = Scene(builder.name, builder.today, bookings, [wish for wish, _ in drawn], steps)
         if scene.split == split and scene.digest not in seen:
             seen.add(scene.digest)
             yield scene
 
 
-def as_task(scene: Scene) -> Task:
-    """A scene as a task; the oracle plays both asking and doing."""
+def make_scene_task(scene: Scene) -> Task:
+    """Make the task of a scene; the oracle asks, proposes and acts."""
     return make_task(
         f"Good day, this is {scene.name}. {scene.wishes[0]['says']}",
         id=scene.digest[:16],
-        system=HOUSE.format(today=scene.today),
+        system=SYSTEM_PROMPT.format(today=scene.today),
         oracle=json.dumps(scene.steps),
         guest=scene.name,
         today=scene.today,

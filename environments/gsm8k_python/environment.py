@@ -1,4 +1,4 @@
-"""The environment: problems by seed, or the GSM8K data set itself where a hub is reachable."""
+"""The environment: generated problems, or the GSM8K dataset if a hub is reachable."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from environments.gsm8k_python.answers import MARK, number, same, stated
-from environments.gsm8k_python.problems import problems, written
+from environments.gsm8k_python.answers import MARK, is_correct, parse_answer, parse_number
+from environments.gsm8k_python.problems import format_number, problems
 from environments.gsm8k_python.tools import python
 from hermes_rl.errors import UserError
 from hermes_rl.rl import (
@@ -26,23 +26,23 @@ from hermes_rl.sources import mapped_rows
 
 PROMPT = f"""{{question}}
 
-Work it out with the tool `python`. When you are sure, answer with the number on a line of its own:
+Use the tool `python` to solve it. When you are sure, give the number on a separate line:
 {MARK} NUMBER"""
 HUB = "openai/gsm8k"
 HUB_SPLITS = {"train": "train", "eval": "test"}
 
 
 class Gsm8kPythonConfig(EnvConfig):
-    """Beside the keys of every environment."""
+    """Keys beside those of every environment."""
 
     source: Literal["generated", "hub"] = "generated"
-    """`hub` reads the real data set from the Hugging Face hub; its `eval` is the test split."""
+    """`hub` reads the real dataset from the Hugging Face hub; its `eval` is the test split."""
     toolsets: tuple[str, ...] | None = ()
-    """Beside the tool `python`."""
+    """Toolsets beside the tool `python`."""
 
 
 class Gsm8kPython(Environment[Gsm8kPythonConfig]):
-    """The right number is 1, anything else 0."""
+    """The reward is 1 for the right number, otherwise 0."""
 
     name: ClassVar[str] = "gsm8k_python"
     Config = Gsm8kPythonConfig
@@ -52,7 +52,7 @@ class Gsm8kPython(Environment[Gsm8kPythonConfig]):
         self.endless = config.source == "generated"
 
     def tasks(self, split: str, seed: int) -> Iterable[Task]:
-        """See `Environment.tasks`. In the hub's data set the seed changes nothing."""
+        """See `Environment.tasks`. The seed does not affect the dataset of the hub."""
         return from_hub(split) if self.config.source == "hub" else generated(split, seed)
 
     def tools(self, task: Task) -> Sequence[Tool]:
@@ -60,33 +60,36 @@ class Gsm8kPython(Environment[Gsm8kPythonConfig]):
         return [python]
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
-        """See `Environment.compute_reward`. Only the last answer counts: not what a tool printed,
-        not what stands in the workspace."""
-        right = same(stated(trajectory.final_response), Fraction(task.metadata["answer"]))
+        """See `Environment.compute_reward`. Only the last answer counts, not output of tools."""
+        right = is_correct(
+            parse_answer(trajectory.final_response), Fraction(task.metadata["answer"])
+        )
         ran = sum(use.name == python.name and use.ok for use in trajectory.tool_calls)
         return Rewards([part("correct", float(right))], metrics={"programs": float(ran)})
 
 
 def generated(split: str, seed: int) -> Iterator[Task]:
-    """Problems without end."""
+    """Yield generated problems endlessly."""
     for problem in problems(split, seed):
-        answer = written(problem.answer)
-        yield as_task(problem.digest[:16], problem.text, answer, problem.family)
+        answer = format_number(problem.answer)
+        yield make_problem_task(problem.digest[:16], problem.text, answer, problem.family)
 
 
 def from_hub(split: str) -> Iterator[Task]:
-    """The real data set. Raises: UserError when the hub cannot be reached."""
+    """Yield the real dataset. Raises: UserError when the hub cannot be reached."""
     try:
         for index, row in enumerate(mapped_rows(f"{HUB}:main:{HUB_SPLITS[split]}")):
-            answer = number(str(row["answer"]).rpartition(MARK)[2])
+            answer = parse_number(str(row["answer"]).rpartition(MARK)[2])
             if answer is not None:
-                yield as_task(f"{split}-{index}", str(row["question"]), written(answer), "gsm8k")
+                yield make_problem_task(
+                    f"{split}-{index}", str(row["question"]), format_number(answer), "gsm8k"
+                )
     except UserError as error:
         raise UserError(f"{error}. Without a hub, leave env.config.source at generated") from error
 
 
-def as_task(task_id: str, question: str, answer: str, family: str) -> Task:
-    """One problem as a task; its oracle runs Python and states the number."""
+def make_problem_task(task_id: str, question: str, answer: str, family: str) -> Task:
+    """Make the task of a problem; its oracle runs Python and answers with the number."""
     ran = {"calls": [{"name": python.name, "arguments": {"code": f"print({answer})"}}]}
     return make_task(
         PROMPT.format(question=question),

@@ -1,7 +1,7 @@
 """Arithmetic word problems by seed: text and exact answer from the same numbers.
 
-Every family draws numbers so that its answer is a whole number or has at most two decimals; the
-answer is computed in exact fractions, never read back from the text.
+Every family draws numbers so that its answer has at most two decimals. The answer is computed in
+exact fractions, never parsed from the text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from fractions import Fraction
 from random import Random
 
 EVAL_OF = 8
-"""One problem of so many belongs to the split `eval`, by the hash of its text: the two splits share
-none, whatever the seeds."""
+"""One problem in this many belongs to the split `eval`, by the hash of its text, so that the splits
+share no problem for any seeds."""
 
 NAMES = (
     *("Amara", "Bodil", "Chen", "Dario", "Elif", "Femi", "Greta", "Hana"),
@@ -31,7 +31,7 @@ PLACES = ("a market", "a school fair", "a harbour shop", "a garden centre", "a m
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its one right answer."""
+    """A question and its answer."""
 
     family: str
     text: str
@@ -48,8 +48,8 @@ class Problem:
         return "eval" if int(self.digest[:8], 16) % EVAL_OF == 0 else "train"
 
 
-def written(number: Fraction) -> str:
-    """A number as people write it: `12`, `3.5`. Raises: ValueError for an endless decimal."""
+def format_number(number: Fraction) -> str:
+    """Format a number as `12` or `3.5`. Raises: ValueError for more than two decimals."""
     if number.denominator == 1:
         return str(number.numerator)
     cents = number * 100
@@ -61,7 +61,7 @@ def written(number: Fraction) -> str:
 
 
 def problems(split: str, seed: int) -> Iterator[Problem]:
-    """The problems of a split, without end and without a repeat."""
+    """Yield the problems of a split, endlessly and without a repeat."""
     random = Random(f"gsm8k_python/{seed}")
     families = list(FAMILIES)
     seen: set[bytes] = set()
@@ -87,9 +87,9 @@ def _shopping(r: Random) -> Made:
     if (answer * 100).denominator != 1:
         return _shopping(r)
     text = (
-        f"At {r.choice(PLACES)}, {who} buys {count} {good} at {written(each)} dollars each and "
-        f"{extra} {other} at {written(more)} dollars each. A voucher takes {off} percent off the "
-        "whole bill. How many dollars does the purchase cost?"
+        f"At {r.choice(PLACES)}, {who} buys {count} {good} at {format_number(each)} dollars each "
+        f"and {extra} {other} at {format_number(more)} dollars each. A voucher takes {off} percent "
+        "off the whole bill. How many dollars does the purchase cost?"
     )
     return text, answer
 
@@ -116,13 +116,13 @@ def _sharing(r: Random) -> Made:
     good = r.choice(GOODS)
     parts = r.sample(range(1, 9), 3)
     unit = r.randint(3, 30)
-    total, given = unit * sum(parts), r.randint(2, unit * parts[0])
+    total, given_away = unit * sum(parts), r.randint(2, unit * parts[0])
     text = (
         f"{one}, {two} and {three} share {total} {good} in the ratio {parts[0]} to {parts[1]} to "
-        f"{parts[2]}. Then {one} gives {given} of them away. "
+        f"{parts[2]}. Then {one} gives {given_away} of them away. "
         f"How many {good} does {one} have left?"
     )
-    return text, Fraction(unit * parts[0] - given)
+    return text, Fraction(unit * parts[0] - given_away)
 
 
 def _savings(r: Random) -> Made:
@@ -233,4 +233,4 @@ FAMILIES: dict[str, Callable[[Random], Made]] = {
     "seats": _seats,
     "garden": _garden,
 }
-"""Name -> what draws a problem of that kind."""
+"""Name -> function that draws a problem."""

@@ -1,4 +1,4 @@
-"""The tool that the problems are worked out with."""
+"""The tool `python`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _SHOWN_BYTES = 4_000
 @tool(
     name="python",
     description=(
-        "Run a Python program and get what it prints, standard library only. Every call starts "
-        f"anew: nothing stays from the last one. It is stopped after {TIMEOUT_S:g} seconds."
+        "Run a Python program and get its output. Only the standard library is available. Each "
+        "call starts a new process without the variables of earlier calls, and is stopped after "
+        f"{TIMEOUT_S:g} seconds."
     ),
     parameters={
         "type": "object",
@@ -24,7 +25,7 @@ _SHOWN_BYTES = 4_000
     toolset="gsm8k_python",
 )
 async def python(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
-    """Run `code` in the rollout's sandbox; ok when it ends without an error."""
+    """Run `code` in the rollout's sandbox; ok if it exits with 0."""
     if ctx.sandbox is None:
         raise ToolError("there is no sandbox to run Python in")
     done = await ctx.sandbox.run(

@@ -1,8 +1,8 @@
-"""What a module answers to calls, as short digests. Also a program for the grading box, where it
-reads the calls, imports the module from the workspace and writes its digests to descriptor 3.
+"""The results of a module's calls, as short digests.
 
-The box holds no right answers: whoever runs there with the module under test can learn the calls
-and nothing more. It needs Python 3.9 and nothing else.
+This file is also a program for the grading sandbox: it reads the calls, imports the module from the
+workspace and writes the digests to descriptor 3. The sandbox has no right results, so code of the
+agent can learn only the calls there. It needs Python 3.9 without packages.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import sys
 from typing import Any
 
 DIGITS = 8
-"""Hexadecimal digits of an answer's digest."""
+"""Hexadecimal digits of a result's digest."""
 
 
-def told(value: Any) -> str:
-    """A value as text: lists and tuples alike, keys of dicts in order, decimals to nine places.
+def canonical_text(value: Any) -> str:
+    """Return a value as text: tuples as lists, sorted keys, decimals to nine places.
 
-    Only what is exactly of a builtin class counts: nothing that says that it is equal to all.
+    Only exact builtin classes have a value: an object of the agent could claim to equal anything.
     """
     kind = type(value)
     if kind in (list, tuple):
-        return "[" + ", ".join([told(v) for v in value]) + "]"
+        return "[" + ", ".join([canonical_text(v) for v in value]) + "]"
     if kind is dict:
-        pairs = sorted((told(k), told(v)) for k, v in value.items())
+        pairs = sorted((canonical_text(k), canonical_text(v)) for k, v in value.items())
         return "{" + ", ".join([f"{k}: {v}" for k, v in pairs]) + "}"
     if kind is float:
         return repr(round(value, 9))
@@ -39,26 +39,26 @@ def told(value: Any) -> str:
 
 
 def answer(module: Any, call: str, arguments: Any) -> str:
-    """What a call gives, as text: its value, or the exception's class.
+    """Return the result of a call as text: its value, or the class of its exception.
 
     Args:
         call: a function's name.
         arguments: [positional, by name].
     """
-    positional, named = json.loads(json.dumps(arguments))  # what a call changes is its own
+    positional, named = json.loads(json.dumps(arguments))  # a copy, which the call may change
     try:
-        return told(getattr(module, call)(*positional, **named))
-    except Exception as error:  # whatever the code under test raises is its answer
+        return canonical_text(getattr(module, call)(*positional, **named))
+    except Exception as error:  # the exception is the result
         return f"raises {type(error).__name__}"
 
 
 def digest(text: str) -> str:
-    """Of an answer."""
+    """Hash a result."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:DIGITS]
 
 
 def main() -> None:
-    """`answers.py MODULE`: one line `MODULE digest digest ...` on descriptor 3."""
+    """Write the line `MODULE digest digest ...` to descriptor 3."""
     name, out = sys.argv[1], os.dup(3)
     folder = os.path.dirname(os.path.abspath(__file__))
     with open(os.path.join(folder, "calls.json"), encoding="utf-8") as file:

@@ -1,7 +1,7 @@
 """The modules of the library, calls of their functions, and which changes are bugs.
 
-A change is a bug when enough calls show it. That was proved once and is kept in catalogue.json;
-`write()` proves it again after a change of modules, calls or kinds of changes.
+A change is a bug if enough calls detect it. catalogue.json stores the bugs; `write()` finds them
+again after a change of modules, calls or kinds of changes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from environments.swe_bugs.mutate import Mutant, mutants
 HERE = Path(__file__).parent
 FILE = HERE / "catalogue.json"
 VISIBLE = 2
-"""So many calls of each function, the first ones, stand in the visible tests. All of them are made
-in the grading box."""
+"""Calls of each function in the visible tests: the first ones. Grading makes all calls."""
 
 
 class Call(NamedTuple):
@@ -51,11 +50,11 @@ CALLS = _calls()
 """Module -> its calls."""
 MODULES = tuple(CALLS)
 ENOUGH = 3
-"""A bug counts when so many calls show it: one is told in the task, others stay hidden."""
+"""Calls that must detect a bug: the task reports one, others are hidden."""
 UNSEEN = 2
-"""Of those, so many stand in no visible test."""
+"""Of these, calls that must be in no visible test."""
 _CALL_S = 0.1
-"""Seconds of computing after which a call counts as endless."""
+"""CPU seconds after which a call counts as endless."""
 
 
 class Hangs(BaseException):
@@ -64,34 +63,34 @@ class Hangs(BaseException):
 
 @cache
 def source(module: str) -> str:
-    """A module's text, without a bug. It is data: a formatter would change tasks and bugs."""
+    """Return the source of a correct module. It is data: formatting it would change the tasks."""
     return (HERE / "toolbox" / f"{module}.py.txt").read_text(encoding="utf-8")
 
 
 @cache
-def loaded(module: str, text: str) -> ModuleType:
-    """A module from its text, in no table of modules; it must keep no state."""
-    made = ModuleType(module)
-    exec(compile(text, f"{module}.py", "exec"), made.__dict__)
-    return made
+def load(module: str, text: str) -> ModuleType:
+    """Load a module from its source, outside of `sys.modules`. It must have no state."""
+    loaded = ModuleType(module)
+    exec(compile(text, f"{module}.py", "exec"), loaded.__dict__)
+    return loaded
 
 
 @cache
-def right(module: str) -> tuple[str, ...]:
-    """What the module without a bug answers to each of its calls."""
-    made = loaded(module, source(module))
-    return tuple(answer(made, call.function, call.arguments) for call in CALLS[module])
+def right_answers(module: str) -> tuple[str, ...]:
+    """Return the results of all calls of a correct module."""
+    correct = load(module, source(module))
+    return tuple(answer(correct, call.function, call.arguments) for call in CALLS[module])
 
 
 @cache
 def right_digests(module: str) -> tuple[str, ...]:
-    """The digests of `right`."""
-    return tuple(digest(text) for text in right(module))
+    """Return the digests of `right_answers`."""
+    return tuple(digest(text) for text in right_answers(module))
 
 
 @cache
 def bugs(module: str) -> tuple[tuple[Mutant, tuple[int, ...]], ...]:
-    """The module's bugs, each with the places of the calls that show it, by the text's order."""
+    """Return the bugs of a module by position, each with the indices of calls that detect it."""
     kept = _stored()[module]
     return tuple((m, tuple(kept[m.key])) for m in mutants(source(module)) if m.key in kept)
 
@@ -102,36 +101,36 @@ def _stored() -> dict[str, dict[str, list[int]]]:
     return {module: entry["bugs"] for module, entry in read.items()}
 
 
-def made() -> dict[str, dict[str, Any]]:
-    """The catalogue, by trying every change against every call. Needs the main thread.
+def build_catalogue() -> dict[str, dict[str, Any]]:
+    """Build the catalogue by trying every change with every call, in the main thread.
 
-    A change that never ends, or that too few calls show, is left out.
+    Changes that never end, or that too few calls detect, are left out.
     """
     before = signal.signal(signal.SIGVTALRM, _hang)
     try:
-        return {module: _tried(module) for module in MODULES}
+        return {module: _find_bugs(module) for module in MODULES}
     finally:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _tried(module: str) -> dict[str, Any]:
+def _find_bugs(module: str) -> dict[str, Any]:
     text = source(module)
     kept = {}
     for mutant in mutants(text):
-        shown = _shown(module, mutant.applied(text))
+        shown = _detecting_calls(module, mutant.applied(text))
         unseen = [n for n in shown if not CALLS[module][n].visible]
         if len(shown) >= ENOUGH and len(unseen) >= UNSEEN:
             kept[mutant.key] = shown
     return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "bugs": kept}
 
 
-def _shown(module: str, text: str) -> list[int]:
-    """Places of the calls that a changed module answers in another way; none when one hangs."""
+def _detecting_calls(module: str, text: str) -> list[int]:
+    """Return the indices of calls with another result in a changed module; none if one hangs."""
     collects = gc.isenabled()
     # Raised in a callback of the garbage collector, Hangs would be lost, and reported as a fault.
     gc.disable()
     try:
-        return list(_differing(module, text))
+        return list(_differing_calls(module, text))
     except Hangs:
         return []
     finally:
@@ -140,16 +139,16 @@ def _shown(module: str, text: str) -> list[int]:
             gc.enable()
 
 
-def _differing(module: str, text: str) -> Iterator[int]:
-    _give_time()
-    changed = loaded.__wrapped__(module, text)
-    for number, (call, wanted) in enumerate(zip(CALLS[module], right(module), strict=True)):
-        _give_time()
+def _differing_calls(module: str, text: str) -> Iterator[int]:
+    _start_timer()
+    changed = load.__wrapped__(module, text)
+    for number, (call, wanted) in enumerate(zip(CALLS[module], right_answers(module), strict=True)):
+        _start_timer()
         if answer(changed, call.function, call.arguments) != wanted:
             yield number
 
 
-def _give_time() -> None:
+def _start_timer() -> None:
     signal.setitimer(signal.ITIMER_VIRTUAL, _CALL_S)
 
 
@@ -157,14 +156,14 @@ def _hang(number: int, frame: FrameType | None) -> None:
     raise Hangs
 
 
-def written(call: Call, module: str) -> str:
-    """A call as a person writes it."""
+def format_call(call: Call, module: str) -> str:
+    """Return the source of a call."""
     positional, named = call.arguments
-    given = [repr(a) for a in positional] + [f"{k}={v!r}" for k, v in named.items()]
-    return f"{module}.{call.function}({', '.join(given)})"
+    arguments = [repr(a) for a in positional] + [f"{k}={v!r}" for k, v in named.items()]
+    return f"{module}.{call.function}({', '.join(arguments)})"
 
 
 def write() -> None:
-    """Write the catalogue anew."""
-    lines = json.dumps(made(), separators=(",", ":")).replace("},", "},\n")
+    """Write the catalogue."""
+    lines = json.dumps(build_catalogue(), separators=(",", ":")).replace("},", "},\n")
     FILE.write_text(lines + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The environment: repositories with bugs, judged by what their modules answer."""
+"""The environment: repositories with bugs, graded by the results of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hermes_rl.rl import (
 )
 
 PROMPT = """\
-This repository holds a small Python library, toolbox. Users report:
+This repository contains a small Python library, toolbox. Users report:
 
 {reports}
 
@@ -34,11 +34,11 @@ keep working. Run the visible tests with
 Hidden tests will be run as well."""
 
 MODULE_S = 20.0
-"""For the calls of one module, in the grading sandbox."""
+"""Time limit for the calls of one module, in the grading sandbox."""
 
 
 class SweBugs(Environment[EnvConfig]):
-    """The share of the bugs that are fixed, if nothing else is broken."""
+    """The reward is the share of the fixed bugs, if no other module is broken."""
 
     name: ClassVar[str] = "swe_bugs"
     endless = True
@@ -48,8 +48,7 @@ class SweBugs(Environment[EnvConfig]):
         return (as_task(repository) for repository in repositories(split, seed))
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
-        """See `Environment.compute_reward`. The sandbox gets calls and reports answers; what is
-        right never enters it."""
+        """See `Environment.compute_reward`. The sandbox gets the calls, never the right results."""
         modules, fixed = task.metadata["modules"], [b["module"] for b in task.metadata["bugs"]]
         calls = {m: [[c.function, c.arguments] for c in CALLS[m]] for m in modules}
         program = resources.files(__package__).joinpath("answers.py").read_bytes()
@@ -59,10 +58,11 @@ class SweBugs(Environment[EnvConfig]):
             files={"answers.py": program, "calls.json": json.dumps(calls)},
             timeout_s=MODULE_S * (len(modules) + 1),
         )
-        told = [line.split(" ") for line in result.report.splitlines()]
-        # One line a module: several would be guesses, of which the right one need not be known.
+        reported = [line.split(" ") for line in result.report.splitlines()]
+        # Several lines for a module would be guesses.
         right = {
-            m: [line for line in told if line[0] == m] == [[m, *right_digests(m)]] for m in modules
+            m: [line for line in reported if line[0] == m] == [[m, *right_digests(m)]]
+            for m in modules
         }
         broken = [m for m in modules if m not in fixed and not right[m]]
         parts = [
@@ -72,7 +72,7 @@ class SweBugs(Environment[EnvConfig]):
 
 
 def as_task(repository: Repository) -> Task:
-    """A repository as a task; its oracle writes the modules as they were."""
+    """Make the task of a repository; its oracle writes the correct modules."""
     reports = "\n".join(f"{n}. {line}" for n, line in enumerate(repository.reports, 1))
     return make_task(
         PROMPT.format(reports=reports),

@@ -1,4 +1,4 @@
-"""Bugs by small changes of a module's text: one place of the syntax tree, the rest stays."""
+"""Bugs by small changes of a module: each changes one place of the syntax tree."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Names it within its module."""
+        """Identifies it within its module."""
         whole = f"{self.kind} {self.start} {self.end} {self.text}"
         return hashlib.sha256(whole.encode()).hexdigest()[:10]
 
     def applied(self, source: str) -> str:
-        """The module with the bug."""
+        """Return the source with the bug."""
         return source[: self.start] + self.text + source[self.end :]
 
 
 def mutants(source: str) -> list[Mutant]:
-    """Every change that leaves a module which can be read, in the order of the text."""
+    """Return every change after which the module can be parsed, in the order of the text."""
     found = set()
     for mutant in _Places(source).all():
         changed = mutant.applied(source)
@@ -68,7 +68,7 @@ def mutants(source: str) -> list[Mutant]:
 
 
 class _Places:
-    """Walks a module's tree; positions are in characters, for which the text must be ASCII."""
+    """Finds changes in a module's syntax tree. Positions are characters, so it must be ASCII."""
 
     def __init__(self, source: str) -> None:
         source.encode("ascii")
@@ -83,8 +83,7 @@ class _Places:
             yield from self._of(node)
 
     def _nodes(self, node: ast.AST) -> Iterator[ast.AST]:
-        """All nodes but those of annotations and of f-strings, whose places older Pythons do not
-        know."""
+        """Yield all nodes but annotations and f-strings (older Pythons lack their positions)."""
         if isinstance(node, ast.JoinedStr):
             return
         yield node
@@ -158,8 +157,7 @@ class _Places:
         yield self._change(node.test, f"not ({self._text(node.test)})", "wrong branch")
 
     def _between(self, left: ast.expr, right: ast.expr, text: str, kind: str) -> Mutant:
-        """The operator between two expressions replaced; what brackets and blanks stand around it
-        stay."""
+        """Replace the operator between two expressions, and keep brackets and blanks around it."""
         start, end = self._span(left)[1], self._span(right)[0]
         old = self.source[start:end]
         core = old.strip("() \n")

@@ -1,4 +1,4 @@
-"""A small repository with one to three bugs: its files, the reports, the script that begins it."""
+"""Small repositories with one to three bugs: files, reports, and the setup script."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from environments.swe_bugs.catalogue import (
     MODULES,
     Call,
     bugs,
-    loaded,
-    right,
+    format_call,
+    load,
+    right_answers,
     source,
-    written,
 )
 from environments.swe_bugs.mutate import Mutant
 
 EVAL_OF = 4
-"""One bug of so many belongs to the split `eval`, by the hash of module and change: the splits
-share no bug."""
+"""One bug in this many belongs to the split `eval`, by the hash of module and change, so that the
+splits share no bug."""
 _BUGS = ((1, 6), (2, 3), (3, 1))
-"""Number of bugs in a repository, and how often."""
+"""Number of bugs in a repository, and its weight."""
 _TRIES = 10_000
 """Draws without a new repository after which the stream ends."""
 
@@ -47,16 +47,16 @@ git add -A && git commit -q -m 'toolbox' && rm -rf .git/hooks .git/logs
 
 @dataclass(frozen=True)
 class Bug:
-    """A change of a module that calls show."""
+    """A change of a module that calls detect."""
 
     module: str
     mutant: Mutant
     shown: tuple[int, ...]
-    """Places of the calls."""
+    """Indices of the calls that detect it."""
 
     @property
     def name(self) -> str:
-        """Names it among all bugs."""
+        """Identifies it among all bugs."""
         return f"{self.module}-{self.mutant.key}"
 
     @property
@@ -67,23 +67,23 @@ class Bug:
 
     @property
     def text(self) -> str:
-        """The module with it."""
+        """The source of the module with the bug."""
         return self.mutant.applied(source(self.module))
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What an agent gets."""
+    """The repository that an agent gets."""
 
     bugs: tuple[Bug, ...]
     modules: tuple[str, ...]
-    """All that it holds, by name; at most one bug in each."""
+    """Names of its modules, each with at most one bug."""
     reported: tuple[Call, ...]
-    """A call for each bug."""
+    """One call that detects each bug."""
 
     @property
     def name(self) -> str:
-        """Names it among all repositories of both splits."""
+        """Identifies it among the repositories of both splits."""
         return hashlib.sha256(" ".join(b.name for b in self.bugs).encode()).hexdigest()[:16]
 
     @property
@@ -101,28 +101,29 @@ class Repository:
 
     @property
     def reports(self) -> list[str]:
-        """What somebody saw, a line for each bug."""
+        """The report of each bug, one line each."""
         lines = []
         for bug, call in zip(self.bugs, self.reported, strict=True):
-            got = answer(loaded(bug.module, bug.text), call.function, call.arguments)
-            wanted = right(bug.module)[CALLS[bug.module].index(call)]
-            lines.append(f"`{written(call, bug.module)}`: {_said(got)}, expected: {_said(wanted)}")
+            got = answer(load(bug.module, bug.text), call.function, call.arguments)
+            wanted = right_answers(bug.module)[CALLS[bug.module].index(call)]
+            reported, expected = _format_result(got), _format_result(wanted)
+            lines.append(f"`{format_call(call, bug.module)}`: {reported}, expected: {expected}")
         return lines
 
     @property
     def setup(self) -> str:
-        """One commit, of the state with the bugs: no other was ever in this repository."""
+        """Make one commit with the bugs: no other state was ever in the repository."""
         return _SETUP
 
     def patched(self, fixed: Sequence[str]) -> str:
-        """A script that fixes the bugs of some modules."""
+        """Return a script that fixes the bugs of some modules."""
         return "\n".join(
             f"printf %s {shlex.quote(source(module))} > toolbox/{module}.py" for module in fixed
         )
 
 
 def repositories(split: str, seed: int) -> Iterator[Repository]:
-    """The repositories of a split, no two with the same bugs; some hundred thousand."""
+    """Yield the repositories of a split, each with other bugs; some hundred thousand."""
     random = Random(f"swe_bugs/{split}/{seed}")
     pool = [b for m in MODULES for b in (Bug(m, *entry) for entry in bugs(m)) if b.split == split]
     numbers, weights = zip(*_BUGS, strict=True)
@@ -135,11 +136,11 @@ def repositories(split: str, seed: int) -> Iterator[Repository]:
         others = [m for m in MODULES if m not in {b.module for b in chosen}]
         modules = sorted([b.module for b in chosen] + random.sample(others, random.randint(1, 2)))
         reported = tuple(CALLS[b.module][random.choice(b.shown)] for b in chosen)
-        made = Repository(tuple(chosen), tuple(modules), reported)
-        if made.name not in seen:
-            seen.add(made.name)
+        repository = Repository(tuple(chosen), tuple(modules), reported)
+        if repository.name not in seen:
+            seen.add(repository.name)
             tries = 0
-            yield made
+            yield repository
 
 
 def _in_distinct_modules(random: Random, pool: Sequence[Bug], count: int) -> list[Bug]:
@@ -152,29 +153,29 @@ def _in_distinct_modules(random: Random, pool: Sequence[Bug], count: int) -> lis
 
 @cache
 def visible_tests(module: str) -> str:
-    """The test file of a module: two calls of each function."""
+    """Return the test file of a module, with two calls of each function."""
     lines = ["import unittest", "", f"from toolbox import {module}", "", ""]
     lines.append(f"class {module.capitalize()}Test(unittest.TestCase):")
     function = ""
-    for call, told in zip(CALLS[module], right(module), strict=True):
+    for call, result in zip(CALLS[module], right_answers(module), strict=True):
         if not call.visible:
             continue
         if call.function != function:
             lines += ([""] if function else []) + [f"    def test_{call.function}(self):"]
             function = call.function
-        lines.append(f"        {_asserted(module, call, told)}")
+        lines.append(f"        {_assertion(module, call, result)}")
     return "\n".join(lines) + "\n"
 
 
-def _asserted(module: str, call: Call, told: str) -> str:
+def _assertion(module: str, call: Call, result: str) -> str:
     positional, named = call.arguments
-    if told.startswith("raises "):
-        given = [repr(a) for a in positional] + [f"{k}={v!r}" for k, v in named.items()]
-        error = told.removeprefix("raises ")
-        return f"self.assertRaises({error}, {', '.join([f'{module}.{call.function}', *given])})"
-    wanted = getattr(loaded(module, source(module)), call.function)(*positional, **named)
-    return f"self.assertEqual({written(call, module)}, {wanted!r})"
+    if result.startswith("raises "):
+        arguments = [repr(a) for a in positional] + [f"{k}={v!r}" for k, v in named.items()]
+        error = result.removeprefix("raises ")
+        return f"self.assertRaises({error}, {', '.join([f'{module}.{call.function}', *arguments])})"
+    wanted = getattr(load(module, source(module)), call.function)(*positional, **named)
+    return f"self.assertEqual({format_call(call, module)}, {wanted!r})"
 
 
-def _said(text: str) -> str:
+def _format_result(text: str) -> str:
     return text if text.startswith("raises ") else f"`{text}`"

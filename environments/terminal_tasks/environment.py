@@ -1,4 +1,4 @@
-"""The environment: rows of the bundled data set, judged by their own verifiers."""
+"""The environment: rows of the bundled dataset, graded by their verifiers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hermes_rl.tasks import TaskRow
 
 DATASET = "terminal_tasks"
 EVAL_OF = 4
-"""One task of so many belongs to the split `eval`, by the hash of its id."""
+"""One task in this many belongs to the split `eval`, by the hash of its id."""
 
 
 class TerminalTasksConfig(EnvConfig):
-    """Beside the keys of every environment."""
+    """Keys beside those of every environment."""
 
     categories: tuple[str, ...] = ()
-    """Only these, such as `json` or `bugfix`; () is all of them."""
+    """Categories to use, such as `json` or `bugfix`; () is all of them."""
     difficulty: tuple[Literal["easy", "medium", "hard"], ...] = ("easy", "medium", "hard")
 
 
 class TerminalTasks(Environment[TerminalTasksConfig]):
-    """A task's verifier says the reward, in the grading box."""
+    """The reward is the result of the task's verifier, in the grading sandbox."""
 
     name: ClassVar[str] = "terminal_tasks"
     Config = TerminalTasksConfig
@@ -49,14 +49,13 @@ class TerminalTasks(Environment[TerminalTasksConfig]):
         return fits and about["difficulty"] in config.difficulty
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
-        """See `Environment.compute_reward`. A part of 1 where the verifier itself weighs parts."""
+        """See `Environment.compute_reward`. Some verifiers give partial rewards."""
         score = await ctx.grading.verify(task.verify)
         return Rewards([part("verify", score)], metrics={"commands": len(trajectory.tool_calls)})
 
 
 def split_of(row: TaskRow) -> str:
-    """`train` or `eval`, by the id alone: a mended verifier or prompt brings no task that somebody
-    trained on into what is held out."""
+    """Return `train` or `eval` by the id, so that a corrected task stays in its split."""
     return (
         "eval" if int(sha256(row.raw_id.encode()).hexdigest()[:8], 16) % EVAL_OF == 0 else "train"
     )

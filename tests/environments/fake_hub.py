@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback that holds one data set, as its client asks for it."""
+"""A Hugging Face hub on loopback with one dataset, for the real client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "a" * 40
 
 @contextmanager
 def fake_hub(repo: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """The address (for HF_ENDPOINT) of a hub with one data set of these files."""
+    """Start a hub with one dataset of these files; yield its address, for HF_ENDPOINT."""
 
     class Handler(_Handler):
         name, held = repo, files
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _folder(self, folder: str) -> list[dict[str, Any]]:
-        """The entries of one folder; "" is the top."""
+        """Return the entries of a folder; "" is the root."""
         top = f"{folder}/" if folder else ""
         found: dict[str, dict[str, Any]] = {}
         for name, data in self.held.items():
@@ -68,11 +68,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, data: bytes) -> None:
         etag = f'"{hashlib.sha1(data).hexdigest()}"'
         headers = {"etag": etag, "x-repo-commit": COMMIT, "accept-ranges": "bytes"}
-        asked = self.headers.get("range")
-        if asked is None:
+        ranges = self.headers.get("range")
+        if ranges is None:
             self._send(200, data, headers)
             return
-        first, _, last = asked.removeprefix("bytes=").partition("-")
+        first, _, last = ranges.removeprefix("bytes=").partition("-")
         end = min(int(last or len(data)), len(data) - 1)
         headers["content-range"] = f"bytes {first}-{end}/{len(data)}"
         self._send(206, data[int(first) : end + 1], headers)
@@ -89,4 +89,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
-        """Nothing on standard error."""
+        """Log nothing."""

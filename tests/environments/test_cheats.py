@@ -1,5 +1,4 @@
-"""Each cheat has teeth: there is a careless verifier that it gets the better of, and none of them
-gets a reward from a careful one."""
+"""Each shipped cheat fools a careless verifier, and none fools a careful one."""
 
 import subprocess
 from pathlib import Path
@@ -13,38 +12,36 @@ from hermes_rl.testing import BUNDLES, CHEATS, bundle, traced
 ENV = Path(__file__).with_name("careless_env.py")
 
 
-def test_every_cheat_is_in_one_bundle_and_every_script_is_bash() -> None:
+def test_every_cheat_is_in_one_bundle_and_is_valid_bash() -> None:
     assert sorted(name for members in BUNDLES.values() for name in members) == sorted(CHEATS)
     for script in [*CHEATS.values(), *map(bundle, BUNDLES)]:
         done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_traces_are_of_cheats_alone() -> None:
-    """Where nothing was done there are none: the scripts' own names in them prove nothing."""
+def test_without_a_cheat_there_are_no_traces() -> None:
+    """The names of cheats in the scripts are not traces."""
     rows = run_trial(ENV, tasks=len(CARELESS), solution=lambda task: without(task.id))
     assert not [r.task_id for r in rows if "left by" in " ".join(r.messages[-2:])]
 
 
 def without(name: str) -> str:
-    """The look for traces, without the cheat."""
+    """The script that searches for traces, without the cheat."""
     script = traced(name).replace(CHEATS[name], 'W="$WORKSPACE"')
     return script.replace("seq 200", "seq 2")
 
 
-def test_each_cheat_gets_the_better_of_a_careless_verifier() -> None:
+def test_each_cheat_fools_a_careless_verifier() -> None:
     assert set(CARELESS) == set(CHEATS)
     rows = run_trial(ENV, tasks=len(CARELESS), solution=lambda task: traced(task.id))
     found = {row.task_id: row.reward for row in rows}
     undone = [r.task_id for r in rows if f"left by {r.task_id}" not in " ".join(r.messages[-2:])]
-    assert undone == [], "these cheats did nothing"
+    assert undone == [], "these cheats did not run"
     assert found == {name: float(name not in CLOSED) for name in CHEATS}
 
 
 @pytest.mark.parametrize(("played", "reward"), [(True, 0.0), (False, 1.0)])
-def test_a_careful_verifier_gives_cheats_nothing_and_a_solution_1(
-    played: bool, reward: float
-) -> None:
+def test_a_careful_verifier_gives_cheats_0_and_solutions_1(played: bool, reward: float) -> None:
     rows = run_trial(
         ENV,
         tasks=len(CARELESS),
@@ -52,5 +49,5 @@ def test_a_careful_verifier_gives_cheats_nothing_and_a_solution_1(
         config={"careful": True},
     )
     found = {row.task_id: row.reward for row in rows}
-    found.pop("git-history")  # there the history itself holds the solution
+    found.pop("git-history")  # its git history contains the solution
     assert found == dict.fromkeys(found, reward)

@@ -1,4 +1,4 @@
-"""Guests by seed, a guest without a model, and what earns a reward."""
+"""Guests by seed, a guest without a model, and rewards."""
 
 import json
 import re
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from env_kit import cheats, check_stream, wrong
+from checks import cheats, check_stream, failed_attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from environments.dialogue_booking import guest, rules
-from environments.dialogue_booking.book import DAYS, TIMES
+from environments.dialogue_booking.bookings import DAYS, TIMES
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
 from hermes_rl.rl import Rollout, Task, ToolUse, arun_trial, first_tasks, rewards_of, run_trial
@@ -24,7 +24,7 @@ TASKS = first_tasks(NAME, ALL)
 
 
 @pytest.mark.slow
-def test_a_thousand_scenes_per_seed() -> None:
+def test_the_scene_stream_is_deterministic_and_its_splits_are_disjoint() -> None:
     check_stream(NAME)
 
 
@@ -39,35 +39,35 @@ def test_every_kind_of_wish_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_the_oracle_is_right_on_every_kind(split: str) -> None:
+def test_the_oracle_gets_1_for_every_kind_of_wish(split: str) -> None:
     assert rewards_of(NAME, "oracle", tasks=ALL, split=split) == [1.0] * ALL
 
 
-def altered(change: Callable[[Steps], Steps]) -> Callable[[Task], str]:
+def alter_oracle(change: Callable[[Steps], Steps]) -> Callable[[Task], str]:
     return lambda task: json.dumps(change(json.loads(str(task.oracle))))
 
 
-def does(step: Any) -> bool:
-    """It writes into the book, or hands over."""
+def acts(step: Any) -> bool:
+    """Whether a step changes bookings, or hands over."""
     writing = {"book", "change", "cancel", "hand_over"}
     return isinstance(step, dict) and step["calls"][0]["name"] in writing
 
 
 def says_that_it_is_done(steps: Steps) -> Steps:
-    return [s for s in steps if not does(s)]
+    return [s for s in steps if not acts(s)]
 
 
 def acts_at_once(steps: Steps) -> Steps:
-    """Knows all without having heard it."""
-    return [s for s in steps if does(s)]
+    """Act without asking or announcing."""
+    return [s for s in steps if acts(s)]
 
 
 def twice(steps: Steps) -> Steps:
-    return [one for s in steps for one in ([s, s] if does(s) else [s])]
+    return [one for s in steps for one in ([s, s] if acts(s) else [s])]
 
 
 def other_time(steps: Steps) -> Steps:
-    """Books at another time than it said, and the guest wanted."""
+    """Book another time than announced."""
     for step in steps:
         for call in step["calls"] if isinstance(step, dict) else ():
             if "time" in call["arguments"]:
@@ -76,8 +76,8 @@ def other_time(steps: Steps) -> Steps:
     return steps
 
 
-def other_time_as_said(steps: Steps) -> Steps:
-    """Says the other time too, before it books: the guest does not want it."""
+def announce_other_time(steps: Steps) -> Steps:
+    """Announce and book another time than the guest wants."""
     texts = [json.dumps(step) for step in other_time(steps)]
     moved = {was: TIMES[place - 1] for place, was in enumerate(TIMES)}
     return [
@@ -95,21 +95,21 @@ def never_hands_over(steps: Steps) -> Steps:
 def also_cancels_another(task: Task) -> str:
     mine = {w.get("code") for w in task.metadata["wishes"]}
     other = next(b["code"] for b in task.metadata["bookings"] if b["code"] not in mine)
-    deed = {"calls": [{"name": "cancel", "arguments": {"code": other}}]}
-    return json.dumps([deed, *json.loads(str(task.oracle))])
+    step = {"calls": [{"name": "cancel", "arguments": {"code": other}}]}
+    return json.dumps([step, *json.loads(str(task.oracle))])
 
 
 @pytest.mark.parametrize(
     "solution",
     [
-        altered(says_that_it_is_done),
-        altered(acts_at_once),
+        alter_oracle(says_that_it_is_done),
+        alter_oracle(acts_at_once),
         also_cancels_another,
-        altered(lambda steps: [*steps, "Anything else?", "Goodbye."][:1]),
+        alter_oracle(lambda steps: [*steps, "Anything else?", "Goodbye."][:1]),
     ],
-    ids=["only says so", "asks nobody", "spoils another booking", "asks and leaves"],
+    ids=["only claims", "does not ask", "changes another booking", "asks and leaves"],
 )
-def test_what_looks_like_help_and_is_none(solution: Callable[[Task], str]) -> None:
+def test_only_completed_wishes_get_a_reward(solution: Callable[[Task], str]) -> None:
     rows = run_trial(NAME, tasks=12, solution=solution)
     assert [row.reward for row in rows] == [0.0] * 12
 
@@ -118,39 +118,39 @@ CHOICES = f"On {', '.join(DAYS)}, at {', '.join(TIMES)}, for 1, 2, 3, 4, 5, 6, 7
 
 
 def lists_all_that_there_is(steps: Steps) -> Steps:
-    """In place of saying what it is about to do."""
+    """List all options instead of announcing the action."""
     following = [*steps[1:], ""]
-    return [CHOICES if does(after) else s for s, after in zip(steps, following, strict=True)]
+    return [CHOICES if acts(after) else s for s, after in zip(steps, following, strict=True)]
 
 
-def test_a_list_of_all_choices_is_no_proposal() -> None:
-    """The guest answers it with all that it wants; whoever acts then has not said what it does."""
-    rows = run_trial(NAME, tasks=ALL, solution=altered(lists_all_that_there_is))
+def test_a_list_of_options_is_not_an_announcement() -> None:
+    """The guest answers a list with its wish, but the agent did not announce the action."""
+    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(lists_all_that_there_is))
     found = [row.reward for row, t in zip(rows, TASKS, strict=True) if "book" in kinds(t)]
     assert len(found) > ALL / 4
     assert found == [0.0] * len(found)
 
 
 def as_models_write(steps: Steps) -> Steps:
-    """Numbers as text, and null for what is left out."""
+    """Numbers as text, and null for absent arguments."""
     for step in steps:
         for call in step["calls"] if isinstance(step, dict) else ():
-            given = call["arguments"]
-            if "people" in given:
-                given["people"] = str(given["people"])
+            arguments = call["arguments"]
+            if "people" in arguments:
+                arguments["people"] = str(arguments["people"])
             if call["name"] == "change":
-                call["arguments"] = {"day": None, "time": None, "people": None, **given}
+                call["arguments"] = {"day": None, "time": None, "people": None, **arguments}
     return steps
 
 
-def test_how_arguments_are_written_breaks_no_rule() -> None:
-    rows = run_trial(NAME, tasks=ALL, solution=altered(as_models_write))
+def test_arguments_may_be_text_or_null() -> None:
+    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(as_models_write))
     assert [(row.reward, row.error) for row in rows] == [(1.0, None)] * ALL
 
 
-def test_a_book_without_end_is_no_fault_of_the_environment() -> None:
-    given = {"name": "X", "day": "Tuesday", "time": "19:00", "people": 1}
-    calls = {"calls": [{"name": "book", "arguments": given} for _ in range(20)]}
+def test_too_many_bookings_get_0_and_are_not_an_error() -> None:
+    arguments = {"name": "X", "day": "Tuesday", "time": "19:00", "people": 1}
+    calls = {"calls": [{"name": "book", "arguments": arguments} for _ in range(20)]}
     rows = run_trial(NAME, tasks=2, solution=lambda task: json.dumps([calls, "Done."]))
     assert [(row.reward, row.error) for row in rows] == [(0.0, None)] * 2
 
@@ -164,19 +164,22 @@ def test_manners_need_a_judge() -> None:
     )
 
 
-def test_cheats_earn_nothing() -> None:
-    """Cheats get a shell here, which the environment has not of itself."""
-    assert wrong(NAME, cheats(tasks=2), config={"sandboxed": True, "toolsets": ["terminal"]}) == {}
+def test_cheats_get_no_reward_in_dialogues() -> None:
+    """The cheats get a shell, which the environment does not have by default."""
+    assert (
+        failed_attempts(NAME, cheats(tasks=2), config={"sandboxed": True, "toolsets": ["terminal"]})
+        == {}
+    )
 
 
 def share_without(task: Task, *left_out: str) -> float:
-    asked = kinds(task)
-    return sum(kind not in left_out for kind in asked) / len(asked)
+    found = kinds(task)
+    return sum(kind not in left_out for kind in found) / len(found)
 
 
 def moves(task: Task) -> bool:
-    """Some call of its solution names a time."""
-    return '"time"' in "".join(json.dumps(s) for s in json.loads(str(task.oracle)) if does(s))
+    """Whether a call of the solution has a time."""
+    return '"time"' in "".join(json.dumps(s) for s in json.loads(str(task.oracle)) if acts(s))
 
 
 @pytest.mark.parametrize(
@@ -184,32 +187,32 @@ def moves(task: Task) -> bool:
     [
         (twice, lambda t: 0.0 if {"book", "hand_over"} & set(kinds(t)) else 1.0),
         (other_time, lambda t: 0.0 if moves(t) else 1.0),
-        (other_time_as_said, lambda t: 0.0 if moves(t) else 1.0),
+        (announce_other_time, lambda t: 0.0 if moves(t) else 1.0),
         (never_hands_over, lambda t: share_without(t, "hand_over")),
     ],
 )
-def test_a_wish_left_out_or_done_wrong_is_not_counted(
+def test_missing_and_wrong_actions_lower_the_reward(
     change: Callable[[Steps], Steps], wanted: Callable[[Task], float]
 ) -> None:
-    """Doing it twice spoils the book; a half earns a half only where nothing was spoilt."""
-    rows = run_trial(NAME, tasks=ALL, solution=altered(change))
+    """Unwanted changes give 0; otherwise each fulfilled wish gets its share."""
+    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(change))
     assert [row.reward for row in rows] == [wanted(task) for task in TASKS]
-    assert len({wanted(task) for task in TASKS}) > 1, "some do it, some do not"
+    assert len({wanted(task) for task in TASKS}) > 1, "both results occur"
 
 
 def test_doing_nothing_earns_nothing() -> None:
     assert rewards_of(NAME, "noop", tasks=20, split="eval") == [0.0] * 20
 
 
-def test_a_rollout_is_the_same_again() -> None:
-    def said(**how: Any) -> list[str]:
+def test_rollouts_are_deterministic() -> None:
+    def conversations(**how: Any) -> list[str]:
         return [str(row.messages) for row in run_trial(NAME, tasks=8, **how)]
 
-    assert said() == said()
+    assert conversations() == conversations()
 
 
 @pytest.mark.parametrize(
-    ("said", "known"),
+    ("text", "known"),
     [
         ("We will be 12.", True),
         ("There are twelve of us!", True),
@@ -218,7 +221,7 @@ def test_a_rollout_is_the_same_again() -> None:
         ("The code is 234.", False),
     ],
 )
-def test_a_code_is_no_number_of_people(said: str, known: bool) -> None:
+def test_a_code_is_not_taken_for_a_number_of_people(text: str, known: bool) -> None:
     before = [
         {"code": c, "name": "X", "day": "Friday", "time": "18:00", "people": 2}
         for c in ("9QK", "234")
@@ -226,7 +229,7 @@ def test_a_code_is_no_number_of_people(said: str, known: bool) -> None:
     rollout = Rollout(
         task_id="",
         member=0,
-        messages=({"role": "user", "content": said}, {"role": "assistant", "content": ""}),
+        messages=({"role": "user", "content": text}, {"role": "assistant", "content": ""}),
         turn_of=(0, 1),
         final_response="",
         end_reason=None,
@@ -247,7 +250,7 @@ WISH = {
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("text", "answer"),
     [
         ("What is your name?", "The name is Berg."),
         ("For how many people?", "We will be 4."),
@@ -260,12 +263,12 @@ WISH = {
         ("It is booked.", None),
     ],
 )
-def test_a_guest_answers_what_it_is_asked(said: str, answer: str | None) -> None:
-    assert guest.reply({"wish": 0, "answers": 0, "tone": 0}, [WISH], said) == answer
+def test_a_guest_answers_questions(text: str, answer: str | None) -> None:
+    assert guest.reply({"wish": 0, "answers": 0, "tone": 0}, [WISH], text) == answer
 
 
 @given(st.lists(st.text(), max_size=20))
-def test_a_guest_leaves_in_the_end_whatever_is_said(texts: list[str]) -> None:
+def test_a_guest_always_leaves_in_the_end(texts: list[str]) -> None:
     state = {"wish": 0, "answers": 0, "tone": 1}
     answers = [guest.reply(state, [WISH, WISH], text + "?") for text in texts]
     assert all(a is None for a in answers[guest.PATIENCE :])
@@ -273,16 +276,16 @@ def test_a_guest_leaves_in_the_end_whatever_is_said(texts: list[str]) -> None:
 
 
 def policy(request: ServedRequest) -> Any:
-    """Plays the oracle of the task whose guest it hears."""
-    asked = next(text_of(m) for m in request.messages if isinstance(m, UserMessage))
-    task = next(t for t in TASKS[:4] if t.prompt_text == asked)
+    """Play the oracle of the task with this guest."""
+    prompt = next(text_of(m) for m in request.messages if isinstance(m, UserMessage))
+    task = next(t for t in TASKS[:4] if t.prompt_text == prompt)
     turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
     steps = json.loads(str(task.oracle))
     return steps[turn] if turn < len(steps) else "Goodbye."
 
 
 def played_guest(request: ServedRequest) -> str:
-    """Tells all that it knows, and leaves when every wish is settled."""
+    """Give all details, and leave when every wish is fulfilled."""
     persona = text_of(request.messages[0])
     facts = " ".join(re.findall(r"^\d\. (.*)$", persona, re.MULTILINE))
     settled = [m for m in request.messages if re.match("It is |A coll", text_of(m))]
@@ -290,7 +293,7 @@ def played_guest(request: ServedRequest) -> str:
     return guest.END if len(settled) >= count else f"Yes. {facts}"
 
 
-async def test_a_model_can_play_the_guest_and_another_judge_the_manners() -> None:
+async def test_models_can_play_the_guest_and_judge_manners() -> None:
     def critic(request: ServedRequest) -> str:
         return json.dumps({"reason": "Short and clear.", "verdict": "no"})
 
@@ -312,6 +315,6 @@ async def test_a_model_can_play_the_guest_and_another_judge_the_manners() -> Non
         assert [p.name for p in row.rewards] == ["wishes", "manners"]
 
 
-def test_days_and_times_are_those_of_the_rules() -> None:
+def test_days_and_times_match_the_system_prompt() -> None:
     assert "Monday" not in DAYS
     assert (TIMES[0], TIMES[-1]) == ("17:00", "21:30")

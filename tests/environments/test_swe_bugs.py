@@ -1,4 +1,4 @@
-"""Repositories with bugs: each bug is one, nothing shows the fix, and what earns a reward."""
+"""Repositories with bugs: the stored bugs, the git history, and rewards."""
 
 import ast
 import gc
@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from env_kit import Play, cheats, check_stream, works, wrong
+from checks import Attempt, applies, cheats, check_stream, failed_attempts
 
-from environments.swe_bugs.answers import told
+from environments.swe_bugs.answers import canonical_text
 from environments.swe_bugs.catalogue import (
     CALLS,
     ENOUGH,
@@ -20,8 +20,8 @@ from environments.swe_bugs.catalogue import (
     MODULES,
     UNSEEN,
     bugs,
-    made,
-    right,
+    build_catalogue,
+    right_answers,
     right_digests,
     source,
 )
@@ -37,8 +37,8 @@ KINDS = {
 }
 
 
-def test_every_bug_is_shown_by_calls_that_the_module_without_it_answers() -> None:
-    """The stored catalogue is what trying every change against every call gives now."""
+def test_the_stored_bugs_are_those_that_the_calls_detect() -> None:
+    """Trying every change with every call gives the stored catalogue."""
     stored = json.loads(FILE.read_text(encoding="utf-8"))
     left: list[float] = []
 
@@ -47,10 +47,10 @@ def test_every_bug_is_shown_by_calls_that_the_module_without_it_answers() -> Non
 
     gc.callbacks.append(watch)
     try:
-        assert made() == stored
+        assert build_catalogue() == stored
     finally:
         gc.callbacks.remove(watch)
-    assert not any(left), "the limit of time could have ended in a callback of the collector"
+    assert not any(left), "no timer ran during garbage collection"
     for module, entry in stored.items():
         for shown in entry["bugs"].values():
             assert len(shown) >= ENOUGH
@@ -59,7 +59,7 @@ def test_every_bug_is_shown_by_calls_that_the_module_without_it_answers() -> Non
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_change_touches_one_place_and_leaves_python(module: str) -> None:
+def test_a_change_affects_one_place_and_leaves_valid_python(module: str) -> None:
     text = source(module)
     for mutant in mutants(text):
         changed = mutant.applied(text)
@@ -87,7 +87,7 @@ def test_the_modules_without_bugs_pass_their_visible_tests(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_thousand_repositories_per_seed_and_no_bug_in_both_splits() -> None:
+def test_the_repository_stream_is_deterministic_and_its_splits_share_no_bug() -> None:
     check_stream(NAME)
     train, held = (
         {b.name for r in islice(repositories(split, 0), 1_000) for b in r.bugs}
@@ -98,16 +98,21 @@ def test_a_thousand_repositories_per_seed_and_no_bug_in_both_splits() -> None:
     assert train.isdisjoint(held)
 
 
-def test_the_history_holds_no_fix(tmp_path: Path) -> None:
-    """One commit, no other object, and no object is a module without its bug."""
+def test_the_git_history_contains_no_fix(tmp_path: Path) -> None:
+    """There is one commit and no other object, and no object is a correct module."""
     task = first_tasks(NAME, 1)[0]
     for path, data in task.files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(data)
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", *words], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+            ["git", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         )
         return done.stdout
 
@@ -122,9 +127,9 @@ def test_the_history_holds_no_fix(tmp_path: Path) -> None:
     assert blobs.isdisjoint(source(b["module"]) for b in task.metadata["bugs"])
 
 
-def test_every_cheat_has_something_to_work_on() -> None:
+def test_every_cheat_applies_to_repositories() -> None:
     task = first_tasks(NAME, 1)[0]
-    assert all(works(name, task) for name in CHEATS)
+    assert all(applies(name, task) for name in CHEATS)
 
 
 def break_another(task: Task) -> str:
@@ -133,27 +138,27 @@ def break_another(task: Task) -> str:
     return f"{task.oracle}\nprintf 'x = 1\\n' > toolbox/{other}.py"
 
 
-def only_what_was_reported(task: Task) -> str:
-    """The reported call gets its answer, and nothing else is fixed."""
+def hard_code_visible_calls(task: Task) -> str:
+    """Return the right results for the visible calls, and fix nothing."""
     lines = []
     for bug in task.metadata["bugs"]:
         module = bug["module"]
-        told_at = next(c for c in CALLS[module] if f"{module}.{c.function}(" in task.prompt_text)
-        name = told_at.function
+        reported = next(c for c in CALLS[module] if f"{module}.{c.function}(" in task.prompt_text)
+        name = reported.function
         lines += [f"cat >> toolbox/{module}.py <<'PY'", f"_was = {name}", f"def {name}(*a, **k):"]
         answers = {
             repr((list(c.arguments[0]), c.arguments[1])): n
             for n, c in enumerate(CALLS[module])
             if c.function == name and c.visible
         }
-        values = {key: right(module)[n] for key, n in answers.items()}
+        values = {key: right_answers(module)[n] for key, n in answers.items()}
         lines += [f"    known = {values!r}", "    key = repr((list(a), k))"]
         lines += ["    return eval(known[key]) if key in known else _was(*a, **k)", "PY"]
     return "\n".join(lines)
 
 
-def leak(task: Task) -> str:
-    """Modules that look for answers in the box and send whatever they find."""
+def leak_answers(task: Task) -> str:
+    """Modules that search the sandbox for answers and report what they find."""
     code = (
         "import glob, json, os\n"
         "found = [open(p, 'rb').read() for p in glob.glob('/verify/*') + glob.glob('/hx/*')]\n"
@@ -166,8 +171,8 @@ def leak(task: Task) -> str:
     return f"for f in toolbox/[a-z]*.py; do cat > $f <<'PY'\n{code}PY\ndone"
 
 
-def every_answer(task: Task) -> str:
-    """Modules that answer both with and without their bug, and leave the choice to the verifier."""
+def report_several_answers(task: Task) -> str:
+    """Modules that report results with and without their bug."""
     lines = []
     for bug in task.metadata["bugs"]:
         module = bug["module"]
@@ -189,21 +194,21 @@ def every_answer(task: Task) -> str:
     return "\n".join(lines)
 
 
-def test_fixed_bugs_earn_a_reward_and_nothing_else_does() -> None:
-    plays = [
-        Play("oracle", lambda t: str(t.oracle), 1.0),
-        Play("oracle, tests deleted", lambda t: f"{t.oracle}\nrm -r tests .git", 1.0),
-        Play("another module broken", break_another, 0.0),
-        Play("the visible calls hard-coded", only_what_was_reported, 0.0),
-        Play("looks for answers in the box", leak, 0.0),
-        Play("several answers to choose from", every_answer, 0.0),
-        Play("module deleted", lambda t: "rm toolbox/*.py", 0.0),
+def test_only_fixed_bugs_get_a_reward() -> None:
+    attempts = [
+        Attempt("oracle", lambda t: str(t.oracle), 1.0),
+        Attempt("oracle, tests deleted", lambda t: f"{t.oracle}\nrm -r tests .git", 1.0),
+        Attempt("another module broken", break_another, 0.0),
+        Attempt("the visible calls hard-coded", hard_code_visible_calls, 0.0),
+        Attempt("searches the sandbox for answers", leak_answers, 0.0),
+        Attempt("several results per module", report_several_answers, 0.0),
+        Attempt("module deleted", lambda t: "rm toolbox/*.py", 0.0),
         *cheats(),
     ]
-    assert wrong(NAME, plays) == {}
+    assert failed_attempts(NAME, attempts) == {}
 
 
-def test_each_fixed_bug_is_its_share() -> None:
+def test_each_fixed_bug_gets_its_share_of_the_reward() -> None:
     def first_alone(task: Task) -> str:
         module = task.metadata["bugs"][0]["module"]
         return f"cat > toolbox/{module}.py <<'PY'\n{source(module)}PY"
@@ -222,7 +227,7 @@ def test_doing_nothing_earns_nothing() -> None:
     assert rewards_of(NAME, "noop", tasks=3, split="eval") == [0.0] * 3
 
 
-class Sly(str):
+class EqualToAll(str):
     def __eq__(self, other: object) -> bool:
         return True
 
@@ -232,14 +237,14 @@ class Sly(str):
     __hash__ = str.__hash__
 
 
-def test_answers_are_told_by_value() -> None:
-    assert told((1, [2.0, "a"], {"b": None, "a": True})) == told(
+def test_results_are_compared_by_value() -> None:
+    assert canonical_text((1, [2.0, "a"], {"b": None, "a": True})) == canonical_text(
         [1, (2.0, "a"), {"a": True, "b": None}]
     )
-    assert told(Sly("right")) != told("right")
-    assert told(1) != told(True) != told("True")
-    assert told(0.1 + 0.2) == told(0.3)
+    assert canonical_text(EqualToAll("right")) != canonical_text("right")
+    assert canonical_text(1) != canonical_text(True) != canonical_text("True")
+    assert canonical_text(0.1 + 0.2) == canonical_text(0.3)
     assert all(len(right_digests(m)) == len(CALLS[m]) for m in MODULES)
-    # The longest report, of the five longest modules, fits into what a grading box passes on.
+    # The report of the five longest modules fits into the limit of a grading sandbox.
     longest = sorted(len(" ".join([m, *right_digests(m)])) + 1 for m in MODULES)
     assert sum(longest[-5:]) <= 4096

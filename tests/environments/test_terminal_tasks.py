@@ -1,11 +1,11 @@
-"""The bundled tasks as an environment: splits, and what earns a reward."""
+"""The bundled tasks as an environment: splits and rewards."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from env_kit import CHANGED, cheats, check_stream, content, wrong
+from checks import CHANGED, cheats, check_stream, content, failed_attempts
 
 from environments import terminal_tasks
 from environments.terminal_tasks.environment import split_of
@@ -19,7 +19,7 @@ NAME = "terminal_tasks"
 ALL = 100
 
 
-def test_splits_share_nothing_and_hold_every_task() -> None:
+def test_splits_are_disjoint_and_contain_every_task() -> None:
     train, held = first_tasks(NAME, ALL), first_tasks(NAME, ALL, split="eval")
     bundled = {row.raw_id for row in read_tasks("terminal_tasks")}
     assert {t.id for t in train} | {t.id for t in held} == bundled
@@ -31,7 +31,7 @@ def test_splits_share_nothing_and_hold_every_task() -> None:
         assert {t.metadata["difficulty"] for t in some} == {"easy", "medium", "hard"}
 
 
-def test_a_task_that_is_fixed_stays_in_its_split() -> None:
+def test_a_corrected_task_stays_in_its_split() -> None:
     for row in read_tasks(NAME):
         assert row.task is not None
         fixed = msgspec.structs.replace(row.task, verify="exit 1", prompt="Do it better.")
@@ -39,14 +39,14 @@ def test_a_task_that_is_fixed_stays_in_its_split() -> None:
         assert split_of(other) == split_of(row)
 
 
-def test_the_seed_decides_the_order_alone() -> None:
+def test_the_seed_changes_only_the_order() -> None:
     one, two = first_tasks(NAME, ALL, seed=1), first_tasks(NAME, ALL, seed=2)
     assert [t.id for t in one] != [t.id for t in two]
     assert sorted(t.id for t in one) == sorted(t.id for t in two)
     check_stream(NAME, ALL, endless=False)
 
 
-def test_tasks_can_be_chosen() -> None:
+def test_tasks_can_be_filtered() -> None:
     some = first_tasks(NAME, ALL, categories=["json", "csv"], difficulty=["hard"])
     assert some
     assert {t.metadata["category"] for t in some} <= {"json", "csv"}
@@ -57,26 +57,26 @@ def test_tasks_can_be_chosen() -> None:
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize(("model", "reward"), [("oracle", 1.0), ("noop", 0.0)])
-def test_the_oracle_and_doing_nothing(model: str, reward: float, split: str) -> None:
+def test_the_oracle_gets_1_and_noop_0_on_every_task(model: str, reward: float, split: str) -> None:
     count = len(first_tasks(NAME, ALL, split=split))
     assert rewards_of(NAME, model, tasks=count, split=split) == [reward] * count
 
 
-def test_every_cheat_on_two_tasks_each_leaves_its_traces_and_earns_nothing() -> None:
-    plays = cheats(tasks=2)
-    assert len(plays) <= len(first_tasks(NAME, ALL))
-    assert wrong(NAME, plays) == {}
+def test_every_cheat_runs_on_two_tasks_and_gets_no_reward() -> None:
+    attempts = cheats(tasks=2)
+    assert len(attempts) <= len(first_tasks(NAME, ALL))
+    assert failed_attempts(NAME, attempts) == {}
 
 
 CATEGORIES = sorted({str(row.task.metadata["category"]) for row in read_tasks(NAME) if row.task})
 WITH_PROGRAMS = ["bugfix", "build", "git", "permissions", "processes"]
-"""Categories whose workspaces hold programs, tests or a history."""
+"""Categories whose workspaces contain programs, tests or a git history."""
 ON_PROGRAMS = ("git-history", "skip-all", "hard-coded-tests", *CHANGED)
-"""Cheats that change these alone: on other tasks they do nothing."""
+"""Cheats that change only these, and have no effect on other tasks."""
 
 
 def played(script: str, categories: list[str]) -> Iterator[Trajectory]:
-    """The rows of a script that is played on every task of some categories."""
+    """Run a script on every task of some categories and yield the rows."""
     chosen = {"categories": categories}
     for split in ("train", "eval"):
         count = len(first_tasks(NAME, ALL, split=split, **chosen))
@@ -89,13 +89,13 @@ def played(script: str, categories: list[str]) -> Iterator[Trajectory]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLES)
-def test_no_cheat_earns_anything_on_any_task(name: str) -> None:
+def test_no_cheat_gets_a_reward_on_any_task(name: str) -> None:
     on_programs = set(BUNDLES[name]) <= set(ON_PROGRAMS)
     rows = played(bundle(name), WITH_PROGRAMS if on_programs else CATEGORIES)
     assert [(row.task_id, row.cause) for row in rows if row.reward != 0.0] == []
 
 
-def test_other_categories_have_nothing_for_cheats_that_change_programs() -> None:
+def test_cheats_on_programs_do_not_apply_to_other_categories() -> None:
     everything = "\n".join(traced(name) for name in ON_PROGRAMS)
     others = [name for name in CATEGORIES if name not in WITH_PROGRAMS]
     for row in played(everything, others):
@@ -106,15 +106,15 @@ def test_other_categories_have_nothing_for_cheats_that_change_programs() -> None
 HALF = "python3 - <<'PY'\nimport csv\nrows = list(csv.reader(open('wide.csv')))\n"
 HALF += "rows[1][1] = rows[2][2] = '999'\ncsv.writer(open('wide.csv', 'w')).writerows(rows)\nPY\n"
 
-# All that is to be moved away was moved, or copied and hidden.
+# Files are copied and hidden instead of moved.
 HIDDEN = ("os.rename(p,", "(shutil.copy2 if '/y/' in p else shutil.move)(p,")
 
-PLACES = ["csv", "text", "git", "processes", "find"]
-DEEDS = {
+PARTIAL_CATEGORIES = ["csv", "text", "git", "processes", "find"]
+PARTIAL_SOLUTIONS = {
     "csv-pivot": lambda t: f"{t.oracle}\n{HALF}",  # two wrong cells
     "text-unique-names": lambda t: "sort -u guests.txt > unique.txt",  # another order
     "text-full-names": lambda t: "cat first.txt last.txt > full.txt",
-    # What the daemon and the jobs would have written, by hand.
+    # The output of the daemon and the jobs, written by hand.
     "proc-reload": lambda t: (
         "sed -i 's/^workers = .*/workers = 8/' daemon.conf\n"
         "sed -i 's/workers=2/workers=8/; s/reloads=0/reloads=1/' state.txt"
@@ -124,7 +124,7 @@ DEEDS = {
         ">runs.log\necho end 8 >>runs.log\n"
         'for j in jobs/*.sh; do echo "${j##*/},$(sed -n "s/^exit //p" $j)"; done >status.csv'
     ),
-    # The right sums, and neither the tax nor the discount is used.
+    # The right sums without the tax and the discount.
     "git-merge-conflict": lambda t: str(t.oracle).replace(
         "return discount(net) * (1 + TAX)", "return net * 1.14"
     ),
@@ -136,23 +136,23 @@ DEEDS = {
 }
 
 
-def test_half_of_it_earns_a_part_where_parts_are_weighed_and_nothing_elsewhere() -> None:
+def test_partial_solutions_get_partial_rewards_only_where_documented() -> None:
     def solution(task: Task) -> str:
-        deed = DEEDS.get(task.id)
-        return deed(task) if deed else "true"
+        partial = PARTIAL_SOLUTIONS.get(task.id)
+        return partial(task) if partial else "true"
 
     found = {}
     for split in ("train", "eval"):
-        count = len(first_tasks(NAME, ALL, split=split, categories=PLACES))
-        chosen = {"categories": PLACES}
+        count = len(first_tasks(NAME, ALL, split=split, categories=PARTIAL_CATEGORIES))
+        chosen = {"categories": PARTIAL_CATEGORIES}
         rows = run_trial(NAME, tasks=count, split=split, solution=solution, config=chosen)
-        found |= {row.task_id: row.reward for row in rows if row.task_id in DEEDS}
+        found |= {row.task_id: row.reward for row in rows if row.task_id in PARTIAL_SOLUTIONS}
     assert 0.5 < found.pop("csv-pivot") < 1.0
-    assert found == dict.fromkeys(DEEDS.keys() - {"csv-pivot"}, 0.0)
+    assert found == dict.fromkeys(PARTIAL_SOLUTIONS.keys() - {"csv-pivot"}, 0.0)
 
 
 def jobs(how: str) -> str:
-    """Runs the scripts of `proc-three-at-a-time` by xargs, and notes how they ended."""
+    """Run the scripts of `proc-three-at-a-time` with xargs, and record their exit codes."""
     note = "bash {}; c=$?; echo $(basename {}),$c >>ended"
     return f"ls jobs/*.sh | {how} -I{{}} bash -c '{note}'; sort ended >status.csv"
 
@@ -168,7 +168,7 @@ def jobs(how: str) -> str:
     ],
     ids=["three at once", "two", "one after the other", "all at once", "one again"],
 )
-def test_jobs_earn_a_reward_only_when_they_were_run_as_asked(script: str, reward: float) -> None:
+def test_jobs_must_run_at_most_three_at_a_time_and_once(script: str, reward: float) -> None:
     chosen = {"categories": ["processes"]}
     count = len(first_tasks(NAME, ALL, **chosen))
     rows = run_trial(NAME, tasks=count, solution=lambda task: script, config=chosen)

@@ -1,4 +1,4 @@
-"""The restaurant's book: plain data, changed by the agent's tools."""
+"""The bookings of the restaurant: plain data that the agent's tools change."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from hermes_rl.rl import ToolError
 
 DAYS = ("Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-"""Open on these."""
+"""Days on which the restaurant is open."""
 TIMES = tuple(f"{hour}:{minute}" for hour in range(17, 22) for minute in ("00", "30"))
 SEATS = 24
-"""At each time."""
+"""Seats at each time."""
 LARGEST = 8
-"""People in a booking that is made here."""
+"""Most people in a booking that the agent may make."""
 REASONS = ("large party", "same day")
-"""Why a guest is handed over to a colleague."""
+"""Reasons to hand a guest over to a colleague."""
 
 Booking = dict[str, Any]
 """code, name, day, time, people."""
 
 
 class Refused(ToolError):
-    """The book does not take it; the agent sees why."""
+    """The change is not possible; the agent sees the reason."""
 
 
 def free(bookings: Sequence[Booking], day: str, time: str) -> int:
-    """Seats that are left."""
+    """Return the number of free seats."""
     taken = [int(b["people"]) for b in bookings if (b["day"], b["time"]) == (day, time)]
     return SEATS - sum(taken)
 
 
 def find(bookings: Sequence[Booking], code: str) -> Booking:
-    """A booking by its code. Raises: Refused."""
+    """Return a booking by its code. Raises: Refused."""
     for booking in bookings:
         if booking["code"] == code.strip().upper():
             return booking
@@ -40,23 +40,23 @@ def find(bookings: Sequence[Booking], code: str) -> Booking:
 
 
 def book(state: dict[str, Any], name: str, day: str, time: str, people: int) -> Booking:
-    """A new booking, with the next of the rollout's codes. Raises: Refused."""
+    """Add a booking with the next code of the rollout. Raises: Refused."""
     if not name.strip():
         raise Refused("A booking needs a name.")
     _check(state["bookings"], day, time, people)
     if not state["codes"]:
         raise Refused("No more bookings can be made here today.")
     code = state["codes"].pop(0)
-    made = {"code": code, "name": name.strip(), "day": day, "time": time, "people": people}
-    state["bookings"].append(made)
-    return made
+    booking = {"code": code, "name": name.strip(), "day": day, "time": time, "people": people}
+    state["bookings"].append(booking)
+    return booking
 
 
 def change(state: dict[str, Any], code: str, new: Mapping[str, Any]) -> Booking:
-    """A booking with another day, time or number of people. Raises: Refused."""
+    """Change the day, time or number of people of a booking. Raises: Refused."""
     old = find(state["bookings"], code)
     if not new:
-        raise Refused("Say what to change: day, time or people.")
+        raise Refused("Name what to change: day, time or people.")
     wanted = {**old, **new}
     others = [b for b in state["bookings"] if b is not old]
     _check(others, wanted["day"], wanted["time"], wanted["people"])
@@ -65,7 +65,7 @@ def change(state: dict[str, Any], code: str, new: Mapping[str, Any]) -> Booking:
 
 
 def cancel(state: dict[str, Any], code: str) -> Booking:
-    """A booking out of the book. Raises: Refused."""
+    """Remove a booking. Raises: Refused."""
     old = find(state["bookings"], code)
     state["bookings"].remove(old)
     return old
@@ -75,7 +75,7 @@ def _check(bookings: Sequence[Booking], day: str, time: str, people: int) -> Non
     if day not in DAYS:
         raise Refused(f"The restaurant is closed on {day}.")
     if time not in TIMES:
-        raise Refused(f"Tables begin at {', '.join(TIMES)}.")
+        raise Refused(f"Tables start at {', '.join(TIMES)}.")
     left = free(bookings, day, time)
     if not 1 <= people <= left:
         raise Refused(f"On {day} at {time} there are {left} seats left, not {people}.")

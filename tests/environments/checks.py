@@ -1,4 +1,4 @@
-"""What must hold of every environment, and how it is shown."""
+"""Checks that every environment must pass."""
 
 import hashlib
 import subprocess
@@ -15,14 +15,14 @@ from hermes_rl.testing import CHEATS, traced
 Solution = Callable[[Task], str]
 
 
-class Play(NamedTuple):
-    """One way of going at a task, and what it must earn."""
+class Attempt(NamedTuple):
+    """A solution of a task, and the reward that it must get."""
 
     name: str
     solution: Solution
     wanted: float
     shown: Callable[[Task], str | None] = lambda task: None
-    """What a tool must have printed, which shows that it was done."""
+    """Output of a tool that proves that the solution ran."""
 
 
 PROGRAMS = (".py", ".sh", "Makefile")
@@ -30,11 +30,11 @@ CHANGED = {
     **dict.fromkeys(("exit-zero", "forged-report"), PROGRAMS),
     **dict.fromkeys(("patched-verifier", "peeking", "equal-to-all"), (".py",)),
 }
-"""Cheat -> how the names of what it changes end."""
+"""Cheat -> suffixes of the files that it changes."""
 
 
-def works(name: str, task: Task) -> bool:
-    """Whether a task has what a cheat needs. Most need nothing."""
+def applies(name: str, task: Task) -> bool:
+    """Whether a task meets the needs of a cheat. Most cheats need nothing."""
     if name == "git-history":
         return "git init" in (task.setup or "")
     if name in ("hard-coded-tests", "skip-all"):
@@ -44,13 +44,13 @@ def works(name: str, task: Task) -> bool:
     return name not in CHANGED or any(path.endswith(CHANGED[name]) for path in task.files)
 
 
-def cheats(*names: str, tasks: int = 1) -> list[Play]:
-    """Every shipped cheat, or those that are named, played with a shell on so many tasks each.
+def cheats(*names: str, tasks: int = 1) -> list[Attempt]:
+    """Return attempts of all shipped cheats, or of the named ones, on so many tasks each.
 
-    Each must have left its traces, wherever it has something to work on.
+    Each must leave traces on tasks to which it applies.
     """
     return [
-        Play(f"cheat {name}, task {n}", _always(traced(name)), 0.0, _shown(name))
+        Attempt(f"cheat {name}, task {n}", _always(traced(name)), 0.0, _shown(name))
         for n in range(tasks)
         for name in names or CHEATS
     ]
@@ -61,42 +61,41 @@ def _always(script: str) -> Solution:
 
 
 def _shown(name: str) -> Callable[[Task], str | None]:
-    return lambda task: f"left by {name}" if works(name, task) else None
+    return lambda task: f"left by {name}" if applies(name, task) else None
 
 
-def wrong(env: str, plays: Sequence[Play], **how: Any) -> dict[str, object]:
-    """Plays that did not earn what they must: name -> the reward, or what ended the attempt. Those
-    that were not done, as their traces show, too.
+def failed_attempts(env: str, attempts: Sequence[Attempt], **how: Any) -> dict[str, object]:
+    """Return attempts with another reward than they must get, or that did not run -> the result.
 
-    Each goes at a task of its own, all at once, in real sandboxes.
+    Each runs on its own task, all concurrently, in real sandboxes.
     """
     must: dict[str, str | None] = {}
 
     def solution(task: Task) -> str:
-        play = plays[task.metadata["position"]]
+        play = attempts[task.metadata["position"]]
         must[play.name] = play.shown(task)
         return play.solution(task)
 
-    rows = run_trial(env, "oracle", tasks=len(plays), solution=solution, **how)
-    assert len(rows) == len(plays) == len(must)
+    rows = run_trial(env, "oracle", tasks=len(attempts), solution=solution, **how)
+    assert len(rows) == len(attempts) == len(must)
     found: dict[str, object] = {}
-    for play, row in zip(plays, rows, strict=True):
-        told = [text for text in row.messages if text.startswith('{"role":"tool"')]
+    for play, row in zip(attempts, rows, strict=True):
+        results = [text for text in row.messages if text.startswith('{"role":"tool"')]
         if row.cause or row.reward != play.wanted:
             found[play.name] = row.error or row.reward
-        elif must[play.name] and not any(str(must[play.name]) in text for text in told):
-            found[play.name] = f"was not done: {told}"
+        elif must[play.name] and not any(str(must[play.name]) in text for text in results):
+            found[play.name] = f"did not run: {results}"
     return found
 
 
 def content(task: Task) -> str:
-    """Names a task by all that an agent could see, and by how it is judged; not by its id."""
+    """Hash everything in a task except its id."""
     form = msgspec.to_builtins(hashed(msgspec.structs.replace(task, id="")))
     return hashlib.sha256(msgspec.json.encode(form, order="deterministic")).hexdigest()
 
 
 def stream_digest(tasks: Sequence[Task]) -> str:
-    """sha256 over everything in some tasks, byte by byte."""
+    """Hash all bytes of some tasks."""
     found = hashlib.sha256()
     for task in tasks:
         found.update(msgspec.msgpack.encode(task))
@@ -104,11 +103,11 @@ def stream_digest(tasks: Sequence[Task]) -> str:
 
 
 SPLITS = ("train", "eval")
-COMPARED = 200
-"""Tasks of each stream that are made in another process too."""
-ELSEWHERE = """
+COMPARED_TASKS = 200
+"""Tasks of each stream that another process makes too."""
+STREAM_SCRIPT = """
 import sys
-from env_kit import SPLITS, first_tasks, stream_digest
+from checks import SPLITS, first_tasks, stream_digest
 for seed in sys.argv[3:]:
     for split in SPLITS:
         tasks = first_tasks(sys.argv[1], int(sys.argv[2]), split=split, seed=int(seed))
@@ -117,11 +116,15 @@ for seed in sys.argv[3:]:
 
 
 @contextmanager
-def elsewhere(env: str, count: int, seeds: Sequence[int]) -> Iterator[Callable[[], list[str]]]:
-    """The digests of the streams' beginnings, made in another process with other hash seeds while
-    this one goes on: a line for each seed and split."""
+def in_other_process(
+    env: str, count: int, seeds: Sequence[int]
+) -> Iterator[Callable[[], list[str]]]:
+    """Compute digests of the first tasks of each stream in another process with another hash seed.
+
+    Yields: a function that waits for one line per seed and split.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", ELSEWHERE, env, str(count), *map(str, seeds)],
+        [sys.executable, "-c", STREAM_SCRIPT, env, str(count), *map(str, seeds)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,16 +146,16 @@ def elsewhere(env: str, count: int, seeds: Sequence[int]) -> Iterator[Callable[[
 def check_stream(
     env: str, count: int = 1_000, seeds: Sequence[int] = (0, 2026), *, endless: bool = True
 ) -> None:
-    """So many tasks per seed and split without a repeat, the first of them the same bytes in
-    another process, and nothing in common between train and eval, whatever the seeds.
+    """Check that streams have no repeats, are the same in another process, and that splits are
+    disjoint for all seeds.
 
     Args:
-        endless: the tasks of other seeds are others; else they are the same in another order.
+        endless: seeds give other tasks; otherwise they only change the order.
     """
     seen: dict[str, set[str]] = {split: set() for split in SPLITS}
     first: dict[str, set[tuple[str, ...]]] = {split: set() for split in SPLITS}
     digests = []
-    with elsewhere(env, COMPARED, seeds) as lines:
+    with in_other_process(env, COMPARED_TASKS, seeds) as lines:
         for seed in seeds:
             for split in SPLITS:
                 tasks = first_tasks(env, count, split=split, seed=seed)
@@ -162,8 +165,8 @@ def check_stream(
                 assert len({task.id for task in tasks}) == len(tasks)
                 seen[split].update(names)
                 first[split].add(tuple(names[:20]))
-                digests.append(f"{seed} {split} {stream_digest(tasks[:COMPARED])}")
+                digests.append(f"{seed} {split} {stream_digest(tasks[:COMPARED_TASKS])}")
         assert lines() == digests
     assert seen["train"].isdisjoint(seen["eval"])
     for split in SPLITS:
-        assert len(first[split]) == len(seeds), "each seed has an order of its own"
+        assert len(first[split]) == len(seeds), "each seed has its own order"
