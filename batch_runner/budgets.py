@@ -14,7 +14,12 @@ from typing import Any
 
 from hermes_rl.config import PLAYED_MODELS, RunConfig
 from hermes_rl.errors import UserError
-from hermes_rl.models.providers import PriceTable, asks_endpoint, other_targets, targets_by_model
+from hermes_rl.models.providers import (
+    PriceTable,
+    calls_endpoint,
+    resolve_env_targets,
+    resolve_targets_by_model,
+)
 from hermes_rl.models.rate import (
     KINDS,
     NANO,
@@ -52,15 +57,15 @@ class Prices:
     def __init__(self, config: RunConfig) -> None:
         self._tables: list[tuple[str, PriceTable]] = [
             (target.model or "", target.prices)
-            for targets in other_targets(config).values()
+            for targets in resolve_env_targets(config).values()
             for target in targets
         ]
         if config.model.name in PLAYED_MODELS:
             return
-        requested = asks_endpoint(config.model.name, config.endpoint)
-        for model, targets in targets_by_model(config).items():
+        requested = calls_endpoint(config.model.name, config.endpoint)
+        for model, targets in resolve_targets_by_model(config).items():
             for target in targets:
-                table = target.prices if requested else target.prices.own_alone()
+                table = target.prices if requested else target.prices.user_prices_only()
                 self._tables.append((target.model or model, table))
 
     @property

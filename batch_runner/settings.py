@@ -19,7 +19,7 @@ from hermes_rl.definitions import in_terms_of, with_switches_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
-from hermes_rl.models.providers import all_keys
+from hermes_rl.models.providers import collect_keys
 from hermes_rl.sources import dataset_name
 from hermes_rl.store import RunDir
 from hermes_rl.wiring import identity_of
@@ -173,7 +173,7 @@ def choose_workers(settings: Settings, small: bool) -> int:
 def _keys(config: RunConfig) -> dict[str, str]:
     """Raises: UserError for a key that is not set; it names a local model of a similar name."""
     try:
-        return all_keys(config)
+        return collect_keys(config)
     except UserError as error:
         near = nearest(config.model.name, (*PLAYED_MODELS, *LOCAL_MODELS), 0.75)
         where = config.endpoint

@@ -45,30 +45,30 @@ from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models import ModelClient, NoopClient, OracleClient, Sampling, free
+from hermes_rl.models import ModelClient, NoopClient, OracleClient, Sampling, no_cost
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.models.providers import (
     EndpointReport,
     Keys,
+    ModelSource,
     Routes,
-    Seen,
     Target,
-    all_keys,
-    asks_endpoint,
-    drawn_model,
+    calls_endpoint,
+    check_endpoints,
+    collect_keys,
+    draw_model,
     embedded_clients,
     exact_clients,
     find_keys,
     find_plan,
-    other_targets,
     place_targets,
-    reach_models,
-    targets_by_model,
-    targets_of,
+    resolve_env_targets,
+    resolve_targets,
+    resolve_targets_by_model,
 )
 from hermes_rl.models.rate import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget, Share
-from hermes_rl.models.tokens import TokenPlan, spelled_out
-from hermes_rl.models.wire import sendable
+from hermes_rl.models.tokens import TokenPlan, with_explicit_filters
+from hermes_rl.models.wire import supported_sampling
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
 from hermes_rl.setups import Setups
@@ -155,10 +155,10 @@ class RunContext:
         if twice := sorted(tools.keys() & more.keys()):
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
         tools = {**tools, **more}
-        name = drawn_model(self.config, item.seed)
+        name = draw_model(self.config, item.seed)
         of_task = item.task.system if item.task else None
         extra = extra_body_of(self.config, name) if self.models else {}
-        seen = self.models.seen(name) if self.models else Seen("played", name)
+        seen = self.models.seen(name) if self.models else ModelSource("played", name)
         sampling = sampling_of(self.config.model, sent_seed(self.config, item.seed))
         return Draw(
             model=name,
@@ -176,11 +176,11 @@ class RunContext:
     def sent(self, draw: Draw) -> Sampling:
         """The sampling of a draw as its model is sent it."""
         if self.exact:
-            return spelled_out(draw.sampling)
+            return with_explicit_filters(draw.sampling)
         if self.models is None:
             return draw.sampling
         seen = self.models.seen(draw.model)
-        return sendable(draw.sampling, seen.api_mode, seen.quirks)
+        return supported_sampling(draw.sampling, seen.api_mode, seen.quirks)
 
     def caller(
         self, task: Task, recorder: Recorder, model: str, budget: Budget | None
@@ -192,8 +192,8 @@ class RunContext:
             budget: the attempt's.
         """
         models = self.models or Routes.to(_played(model, task), self.share)
-        price = free if self.models is None else None
-        in_process = not asks_endpoint(self.config.model.name, self.config.endpoint)
+        price = no_cost if self.models is None else None
+        in_process = not calls_endpoint(self.config.model.name, self.config.endpoint)
         patience = self._patience(in_process=in_process)
         return ModelCaller(models.routes(model), recorder, patience, price=price, budget=budget)
 
@@ -277,7 +277,7 @@ def _played(name: str, task: Task) -> ModelClient:
     if name != "oracle":
         return NoopClient()
     given = sum(isinstance(message, AssistantMessage) for message in task.prompt)
-    return OracleClient(task.oracle, given=given)
+    return OracleClient(task.oracle, prompt_answers=given)
 
 
 @asynccontextmanager
@@ -312,9 +312,9 @@ async def open_run_context(
             context_parts(config.agent.context, None)  # an engine that does not exist: say so now
         backend = backend_of(config, state_dir)
         stack.push_async_callback(backend.aclose)
-        held = await asyncio.to_thread(all_keys, config) if keys is None else keys
+        held = await asyncio.to_thread(collect_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
-        targets = targets_by_model(config)
+        targets = resolve_targets_by_model(config)
         plan = tokens or await find_plan(config, keyring)
         models = await open_models(
             config.model.name, config.endpoint, targets, stack, keyring, together, plan
@@ -337,7 +337,7 @@ def _open_others(
 ) -> dict[str, Routes]:
     """The routes to the models that an environment asks, closed by `stack`."""
     opened: dict[str, Routes] = {}
-    for use, targets in other_targets(config).items():
+    for use, targets in resolve_env_targets(config).items():
         opened[use] = Routes({use: targets}, keys, share, config.endpoint)
         stack.push_async_callback(opened[use].aclose)
     return opened
@@ -381,11 +381,11 @@ async def open_link(
     if config.key_command is not None:
         shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
     where = EndpointSection(**shared)
-    targets = targets_of(where, extra=config.extra_body, stop=config.stop)
+    targets = resolve_targets(where, extra=config.extra_body, stop=config.stop)
     others = () if summary is None else place_targets(summary, where)
     keys: dict[str, str] = {}
-    if asks_endpoint(config.name, where) or others:
-        remote = targets if asks_endpoint(config.name, where) else ()
+    if calls_endpoint(config.name, where) or others:
+        remote = targets if calls_endpoint(config.name, where) else ()
         places = [target.place for target in (*remote, *others)]
         environ = {**os.environ, **more_keys, **({_EXPLICIT_KEY: key} if key else {})}
         keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
@@ -486,9 +486,9 @@ async def open_models(
     """
     if name in PLAYED_MODELS:
         return None
-    if not asks_endpoint(name, where):
+    if not calls_endpoint(name, where):
         client = await _embedded(name, where, stack, tokens)
-        return Routes.to(client, share, targets[name][0].prices.own_alone())
+        return Routes.to(client, share, targets[name][0].prices.user_prices_only())
     first = min(targets)
     base_url = targets[first][0].place.base_url
     make = await asyncio.to_thread(exact_clients, where, tokens, base_url)
@@ -499,7 +499,7 @@ async def open_models(
 
 async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> EndpointReport | None:
     """Look whether a sandbox starts and the endpoint answers. Costs no token, but for a few where
-    token ids are wanted (see `reach_models`).
+    token ids are wanted (see `check_endpoints`).
 
     A key that is refused is not said here: the run itself stops for it, resumable. Where workers
     stand on the machines of a cluster, their sandboxes are not tried here.
@@ -516,8 +516,8 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> End
         await asyncio.to_thread(check_gguf, Path(config.endpoint.model_path))
     if not (config.run.workers != 0 and os.environ.get("RAY_ADDRESS")):
         await _start_a_sandbox(config)
-    held = Keys(await asyncio.to_thread(all_keys, config) if keys is None else keys)
-    return await reach_models(config, held)
+    held = Keys(await asyncio.to_thread(collect_keys, config) if keys is None else keys)
+    return await check_endpoints(config, held)
 
 
 async def _start_a_sandbox(config: RunConfig) -> None:

@@ -26,7 +26,7 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models import Completion, ModelRequest, Sampling
-from hermes_rl.models.wire import BrokenOff
+from hermes_rl.models.wire import AnswerInterrupted
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ async def _ask(run: RunState) -> Completion:
                 error.cause = "task"
                 raise
             raise Finish("context_overflow") from error
-        except BrokenOff as error:
+        except AnswerInterrupted as error:
             completion = partial_completion(error)
             break
     run.answers += 1
@@ -227,7 +227,7 @@ def may_continue_streams(run: RunState) -> bool:
     return run.parts.policy.continue_cut_streams and run.tries.continued < MAX_CONTINUATIONS
 
 
-def partial_completion(error: BrokenOff) -> Completion:
+def partial_completion(error: AnswerInterrupted) -> Completion:
     """What was received of an answer, as an answer that was cut off."""
     return Completion(
         message=AssistantMessage(content=error.text),

@@ -28,7 +28,7 @@ from hermes_rl.models import (
     Conversation,
     ModelRequest,
     Sampling,
-    looks_unparsed,
+    has_unparsed_call,
 )
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox
@@ -186,7 +186,7 @@ class AgentResult:
     """Time spent in tools, and what the sandbox took before."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counts, absent when zero. `suspected_unparsed_calls`: answers that may hold a tool call
-    which no server parsed (`models.looks_unparsed`). `discarded_answers`, `continued_answers`,
+    which no server parsed (`models.has_unparsed_call`). `discarded_answers`, `continued_answers`,
     `nudges`, `duplicate_calls`, `loop_warnings`, `budget_hints`: what the policy's switches did.
     `refunded_turns`: turns that did not count. `thinking_budget_exhausted`: 1 when the output limit
     went into reasoning. `compressions`: new contexts; `failed_compressions`: attempts that brought
@@ -427,7 +427,7 @@ class RunState:
             self.known_ids |= call_ids((message,))
             if self.turn and not synthetic:
                 self.last_content = message.content
-                unparsed = looks_unparsed(message, self.request.tools)
+                unparsed = has_unparsed_call(message, self.request.tools)
                 self.note("suspected_unparsed_calls", unparsed)
         self.parts.recorder.record(
             MessageAdded(

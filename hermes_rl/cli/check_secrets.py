@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from hermes_rl.config import load_config, parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.leaks import Leak, find_leaks, leaks_of_row
-from hermes_rl.models.providers import other_targets, targets_by_model
+from hermes_rl.models.providers import resolve_env_targets, resolve_targets_by_model
 from hermes_rl.text import SECRETS
 
 _ROWS = 64
@@ -47,7 +47,7 @@ def _learn_keys_of(run: Path) -> None:
     """Learn the keys that the run's configuration names, where they are set here."""
     try:
         config = parse_config(load_config(run / "run.yaml"), str(run / "run.yaml"))
-        routes = [*targets_by_model(config).values(), *other_targets(config).values()]
+        routes = [*resolve_targets_by_model(config).values(), *resolve_env_targets(config).values()]
     except (UserError, OSError, ValueError):  # `check` alone reports what is wrong with it
         return
     for place in (target.place for targets in routes for target in targets):

@@ -309,12 +309,12 @@ def _printed_keys(query: Query) -> list[Finding]:
         return []
     import time
 
-    from hermes_rl.models import KeyCommand, ends_at
+    from hermes_rl.models import KeyCommand, read_key_expiry
 
     found = []
     for name, command in _config(query).endpoint.key_commands.items():
         try:
-            ends = ends_at(KeyCommand(name, command).run())
+            ends = read_key_expiry(KeyCommand(name, command).run())
         except UserError as error:
             found.append(Finding("keys", name, False, str(error)))
             continue
@@ -340,9 +340,9 @@ def _embedded() -> list[Finding]:
 
 def _dialects() -> list[Finding]:
     from hermes_rl.models import DIALECTS
-    from hermes_rl.models.providers import list_prices
+    from hermes_rl.models.providers import read_list_prices
 
-    table = list_prices()
+    table = read_list_prices()
     known = sum(price is not None for prices in table.values() for price in prices.values())
     newest = max(p.read for prices in table.values() for p in prices.values() if p is not None)
     return [
@@ -357,13 +357,13 @@ def _explored(query: Query) -> list[Finding]:
         Keys,
         Probe,
         find_keys,
-        targets_of,
+        resolve_targets,
     )
 
     assert query.model is not None
     config = _config(query)
     where = config.endpoint
-    target = targets_of(where, config.providers, extra=config.model.extra_body)[0]
+    target = resolve_targets(where, config.providers, extra=config.model.extra_body)[0]
     keys = find_keys([target.place], os.environ, where.key_commands)
     endpoint = Keys(keys).endpoint(where, target.place)
     try:

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
         ModelRequest,
         Sampling,
         TokenCapture,
-        looks_unparsed,
+        has_unparsed_call,
     )
     from hermes_rl.models.client import DIALECTS, connect, dialect_for
     from hermes_rl.models.endpoint import EMBEDDED, Endpoint, Timeouts
     from hermes_rl.models.key_command import (
-        LEAST_S,
+        MIN_INTERVAL_S,
         KeyCommand,
+        KeyNotRenewed,
         KeyRenewed,
-        LiveKey,
-        NoNewKey,
-        ends_at,
+        RenewableKey,
+        read_key_expiry,
     )
-    from hermes_rl.models.played import NoopClient, OracleClient, free
+    from hermes_rl.models.played import NoopClient, OracleClient, no_cost
 else:
     __getattr__, __dir__ = attach(__name__)

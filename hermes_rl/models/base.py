@@ -1,7 +1,7 @@
 """The contract of model clients: conversations, requests, completions (DESIGN 5.8).
 
-`ModelClient.complete` makes one attempt and raises typed errors. Waiting and retrying are in
-`calls`, limits in the limiter, for all clients alike.
+`ModelClient.complete` makes one attempt and raises typed errors. Retries (`calls`) and limits
+(`rate`) are the same for all clients.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ Adaptation = Literal[
     "no_grammar",
     "completion_cap",
 ]
-"""What a request is sent without, after a server refused it: large images (they are made smaller);
-images; content in parts (text instead); signed thinking blocks; encrypted reasoning items;
-`pattern` and `format` in tool schemas; and which name it has for something (`completion_cap`:
-`max_tokens` is called `max_completion_tokens`)."""
+"""How a request is changed after a server refused it: large images are shrunk; images are left out;
+content parts become text; signed thinking blocks, encrypted reasoning items, or `pattern` and
+`format` in tool schemas are left out; `max_tokens` is sent as `max_completion_tokens`
+(`completion_cap`)."""
 
 _RATE_HEADERS = ("x-ratelimit-", "anthropic-ratelimit-", "ratelimit-", "retry-after")
 
 CacheTime = Literal["5m", "1h"]
-"""How long a provider keeps a prefix that a request marks for its cache."""
+"""How long a provider caches a prefix that a request marks."""
 
 
 class Preparation(Protocol):
     """How messages are prepared for sending."""
 
     def run(self, messages: list[Message]) -> list[Message]:
-        """The messages as they are sent; what needs no change is the same object. Pure."""
+        """Return the messages to send. Pure; a message that needs no change is the same object."""
         ...
 
     def cut(self, messages: list[Message], start: int) -> int:
-        """The last place (at least `start`) at which the list can be cut so that the prepared
-        pieces, from `start` on, are what the whole would be, whatever comes later."""
+        """Return the last index (at least `start`) up to which the prepared messages stay the same,
+        whatever messages follow."""
         ...
 
 
-class View:
+class PreparedView:
     """One preparation of one conversation.
 
-    Only what follows the last cut is prepared again when messages are added, so a turn costs what
-    it adds, and what was sent stays the same objects.
+    When messages are added, only those after the last cut are prepared again. A turn costs what it
+    adds, and messages that were sent stay the same objects.
 
     Args:
-        source: the conversation's own list, append-only.
+        source: the conversation's list, append-only.
     """
 
     def __init__(self, source: list[Message], preparation: Preparation) -> None:
@@ -66,20 +66,20 @@ class View:
         self._done = 0
         """Source messages before the last cut."""
         self._closed = 0
-        """Sent messages that stand for them."""
+        """Prepared messages that represent these."""
         self._seen = 0
-        """Source messages when the view was last brought up to date."""
+        """Source messages at the last update."""
         self._encoded: dict[str, _Encoded] = {}
 
     def messages(self) -> list[Message]:
-        """All messages as they are sent now. Not to be changed."""
+        """Return all messages to send now. Do not change the list."""
         source = self._source
         if len(source) == self._seen:
             return self._sent
         run = self._preparation.run
         cut = self._preparation.cut(source, self._done)
         if cut > self._done:
-            if cut != self._seen:  # else the piece stands there already, prepared as the tail
+            if cut != self._seen:  # else these messages are prepared already, as the tail
                 self._sent[self._closed :] = run(source[self._done : cut])
             self._done, self._closed = cut, len(self._sent)
         self._sent[self._closed :] = run(source[cut:])
@@ -87,10 +87,10 @@ class View:
         return self._sent
 
     def encoded(self, key: str, encode: Callable[[Message], bytes]) -> list[bytes]:
-        """`encode` of each of `messages`, made once per object. Not to be changed.
+        """Return each of `messages` encoded, once per object. Do not change the list.
 
         Args:
-            key: names `encode`, so that a conversation may be sent in several ways.
+            key: identifies `encode`: a conversation may be sent on several wires.
         """
         sent = self.messages()
         known = self._encoded.setdefault(key, _Encoded())
@@ -105,7 +105,7 @@ class View:
 
 
 class _Encoded:
-    """Bytes, and the objects that they were made of."""
+    """Encoded messages and the objects that they were made of."""
 
     __slots__ = ("closed", "data", "of")
 
@@ -116,30 +116,31 @@ class _Encoded:
 
 
 class Conversation(list[Message]):
-    """The messages of one context: a list to which messages are only added.
+    """The messages of one context: an append-only list.
 
-    What is sent may differ from what is stored: `models.prepare.outgoing` repairs it through a
-    `View`, and every dialect builds its bodies from that. Each message is prepared and encoded
-    once, so a turn's request extends the last one byte for byte and costs only its new messages.
+    What is sent may differ from what is stored: `prepare.prepare_request` repairs messages through
+    a `PreparedView`, from which every dialect builds its bodies. Each message is prepared and
+    encoded once, so a turn's request extends the last one byte for byte and costs only its new
+    messages.
     """
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         super().__init__(messages)
-        self._views: dict[Hashable, View] = {}
+        self._views: dict[Hashable, PreparedView] = {}
         self.attachments: dict[Hashable, Any] = {}
-        """What a client keeps of this conversation from call to call, by a key of the client's."""
+        """State that a client keeps for this conversation between calls, by the client's key."""
 
-    def view(self, key: Hashable, preparation: Preparation) -> View:
-        """The conversation prepared in one way; the same view for the same key, always."""
+    def view(self, key: Hashable, preparation: Preparation) -> PreparedView:
+        """Return the conversation prepared in one way; the same key returns the same view."""
         found = self._views.get(key)
         if found is None:
-            found = self._views[key] = View(self, preparation)
+            found = self._views[key] = PreparedView(self, preparation)
         return found
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; None is not sent."""
+    """Sampling parameters. None is not sent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -154,12 +155,12 @@ class Sampling:
     """Reasoning effort as the provider spells it (`low`, `medium`, `high`)."""
 
     def without(self, names: Iterable[str]) -> Sampling:
-        """The same with these parameters unset."""
+        """Return a copy with these parameters unset."""
         unset: dict[str, Any] = {name: () if name == "stop" else None for name in names}
         return replace(self, **unset)
 
     def as_dict(self) -> dict[str, Any]:
-        """The parameters that are set."""
+        """Return the parameters that are set."""
         pairs = {k: v for k, v in self.__dict__.items() if v not in (None, ())}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in pairs.items()}
 
@@ -171,36 +172,34 @@ class ModelRequest:
     model: str
     conversation: Conversation
     call_id: str
-    """Sent as `x-request-id`-like header `x-hermes-call-id`, so that a server's log can be joined.
-    """
+    """Sent as the header `x-hermes-call-id`, so that a server's log can be joined."""
     tools: tuple[dict[str, Any], ...] = ()
-    """OpenAI function schemas: {"type": "function", "function": {...}}. Same object at every turn.
-    """
+    """OpenAI function schemas. Pass the same tuple at every turn: it is encoded once."""
     sampling: Sampling = field(default_factory=Sampling)
     stream: bool = False
     logprobs: bool = False
     token_ids: bool = False
-    """Ask for prompt and completion token ids where the engine returns them."""
+    """Request prompt and completion token ids from engines that return them."""
     on_delta: Callable[[str], None] | None = None
     """Called with each piece of streamed text."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further body fields, as given by the user."""
+    """Further body fields from the user's configuration."""
     ephemeral: str | None = None
-    """Appended to the system prompt at the call; sent, never stored."""
+    """Text appended to the system prompt of this call; never stored."""
     prefill: tuple[Message, ...] = ()
-    """Put after the system message at the call; sent, never stored."""
+    """Messages after the system prompt of this call; never stored."""
     cache: CacheTime | None = None
     """Mark the system prompt and the last three messages for the provider's cache."""
     adaptations: frozenset[Adaptation] = frozenset()
-    """What the request is sent without; grows when a server refuses, and then stays."""
+    """Changes that servers have required so far."""
     exact: bool = False
-    """Send the history as it is stored: no repair, the arguments of tool calls as the model's very
-    text. For token-exact training."""
+    """Send the history unrepaired, with tool arguments exactly as the model wrote them. For
+    token-exact training."""
     prompt_ids: tuple[int, ...] | None = None
-    """The prompt as token ids, for wires that take such; the conversation is then not sent."""
+    """The prompt as token ids, for wires that accept them in place of the conversation."""
     continuable: bool = False
-    """Whoever asks can go on from the beginning of an answer: a stream that breaks off behind some
-    text is not asked for again, but raised with that text (`wire.decoding.BrokenOff`)."""
+    """The caller can continue a partial answer: a stream that breaks off after some text raises
+    `AnswerInterrupted` with that text and is not retried."""
 
 
 @dataclass(frozen=True)
@@ -209,20 +208,20 @@ class TokenCapture:
 
     prompt_ids: tuple[int, ...] | None = None
     completion_ids: tuple[int, ...] | None = None
-    """As sampled, the end token included."""
+    """As sampled, including the end token."""
     logprobs: tuple[float, ...] | None = None
     """One per completion id, natural logarithm."""
     logprobs_kind: LogprobsKind = "unknown"
     source: TokenSource = "engine"
     fork_reason: ForkReason | None = None
-    """Why the prompt does not extend the conversation's last path, where whoever built it knows."""
+    """Why the prompt does not extend the conversation's last path, if the client knows."""
     tokenizer_hash: str | None = None
     template_hash: str | None = None
     shaped_by: tuple[str, ...] = ()
-    """What changed the distribution beside temperature, top_p, top_k and min_p, where the client
-    added it: a grammar for tool calls, penalties."""
+    """What the client added that changes the distribution, beyond temperature, top_p, top_k and
+    min_p: a grammar for tool calls, penalties."""
     sampling: Sampling | None = None
-    """What was sent, where the client said more than the request; None is the request's own."""
+    """The sampling that was sent, if it differs from the request's."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +230,9 @@ class Completion:
 
     message: AssistantMessage
     finish_reason: str | None
-    """As the server says: stop, length, tool_calls, content_filter, ..."""
+    """As the server reports it: stop, length, tool_calls, content_filter, ..."""
     usage: Usage | None
-    """None when the response held no complete usage object."""
+    """None if the response has no complete usage object."""
     usage_raw: str | None = None
     request_id: str | None = None
     served_model: str | None = None
@@ -245,7 +244,7 @@ class Completion:
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:
-    """The provider's id of a request: `Completion.request_id`.
+    """Return the provider's ID of a request.
 
     Args:
         headers: names in lower case.
@@ -254,7 +253,7 @@ def request_id(headers: Mapping[str, str]) -> str | None:
 
 
 def rate_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The rate-limit headers of an answer: `Completion.rate_limit`."""
+    """Return the rate-limit headers of an answer."""
     return {k: v for k, v in headers.items() if k.startswith(_RATE_HEADERS)}
 
 
@@ -267,11 +266,11 @@ class ModelClient(Protocol):
     """Host (and port), for records."""
 
     async def complete(self, request: ModelRequest) -> Completion:
-        """Make one attempt, never a hidden retry. Raises: subclasses of ModelError."""
+        """Make one attempt, without hidden retries. Raises: ModelError."""
         ...
 
     def bound(self, request: ModelRequest) -> int:
-        """An upper bound on the prompt's tokens, known before the request is sent."""
+        """Return an upper bound on the prompt's tokens, before the request is sent."""
         ...
 
     async def aclose(self) -> None:
@@ -291,30 +290,30 @@ _MARKUP = re.compile(
 _NAMED = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:')
 
 
-def looks_unparsed(message: AssistantMessage, tools: Tools) -> bool:
-    """Whether an answer may hold a call that nobody runs.
+def has_unparsed_call(message: AssistantMessage, tools: Tools) -> bool:
+    """Return whether an answer may contain a tool call that was not parsed.
 
-    A server without a parser for its model's calls, or with the parser of another family, gives
-    them as text: the agent then takes for an answer what was meant as a call, and the run looks
-    done. This decides for every model and engine.
+    A server without a parser for its model's tool calls, or with that of another model family,
+    returns them as text, which the agent would take for its final answer. The check is the same for
+    every model and engine.
 
-    The text is looked at; of an answer with neither text nor calls, its reasoning, which then was
-    never closed or holds the call itself. A call in a thought that text or a call follows is a
-    thought.
+    Checks the text of the answer. If it has neither text nor calls, checks its reasoning, which
+    then was never closed or contains the call. Reasoning that is followed by text or calls is not
+    checked: a call in it is only a thought.
 
     Args:
         tools: OpenAI function schemas of the tools that were offered.
     """
-    said = message.content
-    if not said.strip() and not message.tool_calls:
-        said += message.reasoning_content or ""
-    if _MARKUP.search(said):
+    text = message.content
+    if not text.strip() and not message.tool_calls:
+        text += message.reasoning_content or ""
+    if _MARKUP.search(text):
         return True
-    offered = names(tools)
-    return any(found.group(1) in offered for found in _NAMED.finditer(said))
+    offered = tool_names(tools)
+    return any(found.group(1) in offered for found in _NAMED.finditer(text))
 
 
-def names(tools: Tools) -> set[str]:
-    """The names of the offered tools."""
+def tool_names(tools: Tools) -> set[str]:
+    """Return the names of the offered tools."""
     functions = (tool.get("function") for tool in tools)
     return {str(f["name"]) for f in functions if isinstance(f, Mapping) and "name" in f}

@@ -14,7 +14,7 @@ from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, 
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.errors import classify_response
-from hermes_rl.models.wire import Beginning, Decoder, Dialect, ReplyHead
+from hermes_rl.models.wire import Decoder, Dialect, ReplyHead, StreamedText
 
 if TYPE_CHECKING:
     from hermes_rl.models.transports import Reply, Transport
@@ -27,17 +27,17 @@ _ERROR_BYTES = 65_536
 _START_BYTES = 64
 _FORM = re.compile(rb"(\xef\xbb\xbf)?\s*([{\[]|data:|event:|id:|retry:|:)")
 """How JSON and event streams begin."""
-_YOUNG_S = 30.0
-"""Connections are renewed at most this often: many rollouts request it at once."""
+_MIN_AGE_S = 30.0
+"""Minimum age of connections that are replaced: many rollouts may request it at once."""
 
 
 def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
-    """A client for an endpoint. Nothing is sent yet; close it with `aclose`.
+    """Return a client for an endpoint. Nothing is sent yet; close the client with `aclose`.
 
     Args:
-        dialect: to speak; None is the one that `endpoint.api_mode` names.
+        dialect: None takes the one that `endpoint.api_mode` names.
 
-    Raises: UserError for an address, key, mode or transport that can never work.
+    Raises: UserError for an invalid address, key, mode or transport.
     """
     endpoint.check()
     return WireClient(endpoint, dialect or dialect_for(endpoint), _transport(endpoint))
@@ -48,7 +48,7 @@ class _TooLong(ProtocolError):
 
 
 @dataclass
-class _Line:
+class _Connections:
     """A transport and the number of its requests in flight."""
 
     transport: Transport
@@ -56,8 +56,8 @@ class _Line:
     requests: int = 0
     retired: bool = False
 
-    async def left(self) -> None:
-        """A request ended; the last one closes what was retired."""
+    async def end_request(self) -> None:
+        """End a request; the last one closes a retired transport."""
         self.requests -= 1
         if self.retired and not self.requests:
             await self.transport.aclose()
@@ -69,54 +69,58 @@ class WireClient:
     def __init__(self, endpoint: Endpoint, dialect: Dialect, transport: Transport) -> None:
         self.api_mode = dialect.name
         self.endpoint = endpoint.host
-        self._dialect, self._line, self._where = dialect, _Line(transport), endpoint
+        self._dialect, self._connections, self._endpoint = (
+            dialect,
+            _Connections(transport),
+            endpoint,
+        )
         self._url = endpoint.url(dialect.path)
         self._headers = self._headers_with(endpoint.api_key)
         self._secrets = endpoint.secrets
         self._answer_bytes = endpoint.answer_bytes
 
     async def complete(self, request: ModelRequest) -> Completion:
-        """See `ModelClient.complete`. A key that a command prints may be replaced meanwhile; the
-        refusal is raised all the same, as `KeyRenewed`."""
-        live = self._where.live_key
+        """See `ModelClient.complete`. If a refused key could be renewed, the refusal is raised as
+        `KeyRenewed`."""
+        live = self._endpoint.live_key
         if live is None:
             return await self._send(request, self._headers)
         key = await live.current()
         try:
             answer = await self._send(request, self._headers_with(key))
         except AuthError as error:
-            meant = await live.refused(key, error)
-            if meant is error:
+            renewed = await live.refused(key, error)
+            if renewed is error:
                 raise
-            raise meant from error
+            raise renewed from error
         live.accepted()
         return answer
 
     def _headers_with(self, key: str | None) -> dict[str, str]:
-        return {**self._dialect.headers(key), **self._where.headers}
+        return {**self._dialect.headers(key), **self._endpoint.headers}
 
-    async def _send(self, request: ModelRequest, of_endpoint: Mapping[str, str]) -> Completion:
-        headers = {**of_endpoint, CALL_ID_HEADER: request.call_id}
+    async def _send(self, request: ModelRequest, endpoint_headers: Mapping[str, str]) -> Completion:
+        headers = {**endpoint_headers, CALL_ID_HEADER: request.call_id}
         body = self._dialect.encode(request)
-        beginning = Beginning(request)
-        line, start = self._line, bytearray()
-        line.requests += 1
+        streamed = StreamedText(request)
+        connections, start = self._connections, bytearray()
+        connections.requests += 1
         try:
-            async with line.transport.post(self._url, body, headers) as reply:
+            async with connections.transport.post(self._url, body, headers) as reply:
                 if not 200 <= reply.status < 300:
                     raise await self._refusal(reply)
                 head = ReplyHead(reply.headers, reply.first_byte_s)
-                decoder = self._dialect.decoder(beginning.request, head)
-                with beginning.kept(decoder), _no_answer(head, start):
+                decoder = self._dialect.decoder(streamed.request, head)
+                with streamed.errors_with_text(decoder), _gateway_answers_as_outages(head, start):
                     await self._read(reply, decoder, start)
         finally:
-            await line.left()
-        with beginning.kept(decoder), _no_answer(head, start):
+            await connections.end_request()
+        with streamed.errors_with_text(decoder), _gateway_answers_as_outages(head, start):
             return decoder.finish()
 
     async def _refusal(self, reply: Reply) -> ModelError:
         text = bytearray()
-        with suppress(ModelError):  # the status is known, however the body ends
+        with suppress(ModelError):  # the status is known even if the body breaks off
             async for piece in reply.chunks():
                 text += piece
                 if len(text) > _ERROR_BYTES:
@@ -124,7 +128,7 @@ class WireClient:
         return classify_response(reply.status, reply.headers, bytes(text), secrets=self._secrets)
 
     async def _read(self, reply: Reply, decoder: Decoder, start: bytearray) -> None:
-        """Feed the answer to its decoder, and keep its first bytes in `start`.
+        """Feed the answer to its decoder and store its first bytes in `start`.
 
         Raises: ModelError.
         """
@@ -144,42 +148,46 @@ class WireClient:
         return self._dialect.bound(request)
 
     async def responds(self) -> bool:
-        """Whether the user's own server answers `GET {base_url}/models` with a status below 500,
-        though it keeps its callers waiting. False for every other server: it is not asked."""
-        if not self._where.local:
+        """Return whether a local server answers `GET {base_url}/models` with a status below 500
+        while model calls wait. False for other servers, which are not asked."""
+        if not self._endpoint.local:
             return False
         from hermes_rl.models.transports import exchange
 
         try:
-            answer = await exchange(self._where, self._where.url("/models"), self._headers)
+            answer = await exchange(self._endpoint, self._endpoint.url("/models"), self._headers)
         except ModelError:
             return False
         return answer.status < 500
 
-    async def renew(self, *, young_s: float = _YOUNG_S) -> None:
-        """Use new connections from now on; what is under way on the old ones goes on there.
+    async def renew(self, *, min_age_s: float = _MIN_AGE_S) -> None:
+        """Use new connections from now on. Requests in flight complete on the old ones.
 
         Args:
-            young_s: connections of that age are kept.
+            min_age_s: younger connections are kept.
         """
-        old = self._line
-        if time.monotonic() - old.since < young_s:
+        old = self._connections
+        if time.monotonic() - old.since < min_age_s:
             return
-        self._line = _Line(_transport(self._where))
+        self._connections = _Connections(_transport(self._endpoint))
         old.retired = True
         if not old.requests:
             await old.transport.aclose()
 
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""
-        await self._line.transport.aclose()
+        await self._connections.transport.aclose()
 
 
 @contextmanager
-def _no_answer(head: ReplyHead, start: bytearray) -> Iterator[None]:
-    """A web page with status 200 is a proxy's or a login's, and a text that is neither JSON nor
-    events is a gateway's: they say nothing of the request. It is an outage, not a bad answer; the
-    model may have been at work behind a gateway. Raises: ServerError in place of ProtocolError."""
+def _gateway_answers_as_outages(head: ReplyHead, start: bytearray) -> Iterator[None]:
+    """Turn the answer of a gateway into an outage.
+
+    A web page with status 200 comes from a proxy or a login form, and text that is neither JSON nor
+    events from a gateway. The model behind a gateway may have been at work.
+
+    Raises: ServerError in place of ProtocolError.
+    """
     try:
         yield
     except _TooLong:
@@ -190,7 +198,7 @@ def _no_answer(head: ReplyHead, start: bytearray) -> Iterator[None]:
             raise
         what = "a web page" if page else "something else" if start.strip() else "nothing"
         raise ServerError(
-            f"{what} came in the place of an answer: {error}",
+            f"{what} came in place of an answer: {error}",
             status=200,
             request_id=error.request_id,
             served=not page,
@@ -202,22 +210,22 @@ DIALECTS: dict[str, tuple[str, str]] = {
     "anthropic_messages": ("anthropic", "AnthropicMessages"),
     "codex_responses": ("responses", "Responses"),
 }
-"""api_mode -> module in `wire` and class; loaded when a client is made."""
+"""api_mode -> module in `wire` and class; loaded with the first client."""
 
 
 def dialect_for(endpoint: Endpoint) -> Dialect:
-    """The dialect of an endpoint, with the quirks of its provider. Raises: UserError."""
+    """Return the dialect of an endpoint with its provider's quirks. Raises: UserError."""
     if endpoint.api_mode not in DIALECTS:
         raise UserError(
             f"api_mode {endpoint.api_mode!r} is unknown. Use one of {', '.join(DIALECTS)}"
         )
-    from hermes_rl.models.providers import quirks_at  # loads pydantic, so late
+    from hermes_rl.models.providers import find_quirks  # loads pydantic, so late
 
     module, kind = DIALECTS[endpoint.api_mode]
     loaded = import_module(f"hermes_rl.models.wire.{module}")
     by_host = endpoint.api_mode == "anthropic_messages"
-    ways = endpoint.host if by_host else endpoint.quirks or quirks_at(endpoint.host)
-    dialect: Dialect = getattr(loaded, kind)(ways, secrets=endpoint.secrets)
+    quirks = endpoint.host if by_host else endpoint.quirks or find_quirks(endpoint.host)
+    dialect: Dialect = getattr(loaded, kind)(quirks, secrets=endpoint.secrets)
     return dialect
 
 

@@ -1,4 +1,4 @@
-"""Where a model is reached: address, key and timeouts."""
+"""The endpoint of a model: address, key and timeouts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from hermes_rl.errors import UserError
-from hermes_rl.models.key_command import LiveKey
+from hermes_rl.models.key_command import RenewableKey
 from hermes_rl.models.wire import Quirks
 
 TransportName = Literal["http", "sdk"]
 
 EMBEDDED = "embedded:"
-"""How the endpoint of the embedded model begins in rows and messages; other endpoints are hosts."""
+"""Prefix of the embedded model's endpoint in rows and messages; other endpoints are hosts."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts in seconds, by phase. A whole call has no limit: long answers are fine."""
+    """Timeouts in seconds by phase. A complete call has no limit, because long answers are
+    valid."""
 
     connect_s: float = 10.0
     """Name look-up, TCP and TLS."""
     first_byte_s: float = 600.0
-    """From the start of the request to the head of the answer (its queueing at the server too)."""
+    """From the start of the request to the head of the answer, including the server's queue."""
     idle_s: float = 120.0
-    """Between two pieces of the answer."""
+    """Between two chunks of the answer."""
 
 
 @dataclass(frozen=True)
@@ -37,39 +38,39 @@ class Secrets:
     """Texts that must not appear in messages, including later ones."""
 
     fixed: tuple[str, ...] = field(default=(), repr=False)
-    live: LiveKey | None = field(default=None, repr=False)
+    live: RenewableKey | None = field(default=None, repr=False)
 
     def __iter__(self) -> Iterator[str]:
         yield from self.fixed
         if self.live is not None:
-            yield from filter(_telling, self.live.seen)
+            yield from filter(_is_distinctive, self.live.seen)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One address and account. Text forms never show the key."""
+    """One address and account. Its repr never shows the key."""
 
     base_url: str
     """For example `https://api.example.com/v1`; the dialect adds its path. For Anthropic's Messages
     API with or without `/v1` at its end."""
     api_key: str | None = field(default=None, repr=False)
-    live_key: LiveKey | None = field(default=None, repr=False, compare=False)
-    """In the place of `api_key`, where a command prints it anew."""
+    live_key: RenewableKey | None = field(default=None, repr=False, compare=False)
+    """Replaces `api_key` where a command prints renewed keys."""
     transport: TransportName = "http"
     api_mode: str = "chat_completions"
     quirks: Quirks | None = None
-    """The provider's own ways; None takes those of the host's provider."""
+    """None takes the quirks of the host's provider."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Further headers of every request."""
     timeouts: Timeouts = Timeouts()
     answer_bytes: int = 256 << 20
-    """No answer is longer: a server that sends without end would fill the memory."""
+    """Maximum size of an answer: an endless one would fill the memory."""
     verify: bool = True
     """Check the server's certificate."""
     ca_file: str | None = None
     """Certificates to trust instead of the system's."""
     proxy: str | None = field(default=None, repr=False)
-    """URL of an HTTP proxy; the environment is not asked."""
+    """URL of an HTTP proxy. Proxy variables of the environment are ignored."""
 
     @property
     def host(self) -> str:
@@ -81,7 +82,7 @@ class Endpoint:
 
     @property
     def local(self) -> bool:
-        """The address is loopback or private: the user's own server."""
+        """Whether the address is loopback or private: a server of the user."""
         name = urlsplit(self.base_url).hostname or ""
         with suppress(ValueError):
             return ip_address(name).is_private
@@ -93,30 +94,30 @@ class Endpoint:
         values = [self.api_key, urlsplit(self.base_url).password, *self.headers.values()]
         if self.proxy:
             values.append(urlsplit(self.proxy).password)
-        return Secrets(tuple(v for v in values if v and _telling(v)), self.live_key)
+        return Secrets(tuple(v for v in values if v and _is_distinctive(v)), self.live_key)
 
     def url(self, path: str) -> str:
-        """The address of one route.
+        """Return the address of one route, without repeating what `base_url` already ends with.
 
-        What `base_url` already ends with is not doubled: `/v1/messages` is added to
-        `https://host`, `https://host/v1` and `https://host/v1/messages` with the same result.
+        For `/v1/messages`, the addresses `https://host`, `https://host/v1` and
+        `https://host/v1/messages` give the same result.
         """
         base = self.base_url.rstrip("/")
-        own = urlsplit(base).path
+        base_path = urlsplit(base).path
         for end in range(len(path), 1, -1):
-            if path[end : end + 1] in ("", "/") and own.endswith(path[:end]):
+            if path[end : end + 1] in ("", "/") and base_path.endswith(path[:end]):
                 return base + path[end:]
         return base + path
 
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS settings, made once per client; None for plain HTTP."""
+        """Return the TLS settings of one client; None for plain HTTP."""
         if not self.base_url.startswith("https:"):
             return None
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
         except OSError as error:  # ssl.SSLError is one
-            own = isinstance(error, ssl.SSLError)
-            why = "not a file of certificates" if own else error.strerror
+            invalid = isinstance(error, ssl.SSLError)
+            why = "not a file of certificates" if invalid else error.strerror
             raise UserError(f"{self.ca_file}: {why}. Check endpoint.ca_file") from None
         if not self.verify:
             context.check_hostname = False
@@ -128,18 +129,18 @@ class Endpoint:
         check_address(self.base_url)
         if self.api_key is not None and not _printable(self.api_key):
             raise UserError(
-                "the API key holds characters that no header can carry (a line break, a space?)."
+                "the API key contains characters that no header can carry (a line break, a space?)."
                 " Set it again without them"
             )
         if self.ca_file is not None:
             self.tls()
         for name, value in self.headers.items():
             if not _printable(name) or any(c in value for c in "\r\n\0"):
-                raise UserError(f"header {name!r} holds characters that no header can carry")
+                raise UserError(f"header {name!r} contains characters that no header can carry")
 
 
 def check_address(base_url: str) -> None:
-    """Raises: UserError for what is no address of a server."""
+    """Raises: UserError if the text is not the address of a server."""
     try:
         parts = urlsplit(base_url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -152,7 +153,7 @@ def check_address(base_url: str) -> None:
         )
 
 
-def _telling(text: str) -> bool:
+def _is_distinctive(text: str) -> bool:
     """Whether a secret is long enough to be distinguished from ordinary text."""
     return len(text) >= 6
 

@@ -1,8 +1,8 @@
-"""Keys that do not live long: a command of the user's prints the present one.
+"""Short-lived API keys, printed by a command of the user.
 
-It is run when a run starts, again when the endpoint refuses the key that it printed, and shortly
-before a key ends that says when (a JSON Web Token). All calls of a process share one `LiveKey`, so
-many refusals at once are one run of the command.
+The command runs when a run starts, when the endpoint refuses the key, and shortly before the expiry
+of a JSON Web Token. All calls of a process share one `RenewableKey`, so many simultaneous refusals
+run the command once.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ from hermes_rl.errors import AuthError, UserError
 from hermes_rl.text import SECRETS, decode_json, scrub
 
 LIMIT_S = 60.0
-"""A command that takes longer is ended."""
-LEAST_S, MOST_S = 1.0, 30.0
-"""From one run of a command to the next, in one process: doubled by each run whose key is not
-accepted yet, up to the larger."""
-AHEAD_S = 120.0
-"""A key whose end is known is replaced so long before it, and asked for so seldom: four times."""
+"""A command that takes longer is killed."""
+MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 30.0
+"""Interval between two runs of a command in one process. It doubles with each key that is not yet
+accepted, up to the maximum."""
+RENEW_BEFORE_S = 120.0
+"""A key with a known expiry is renewed this long before it, in up to four attempts."""
 _LIKE_A_KEY = re.compile(r"(?=[\w.+=~-]*\d)(?=[\w.+=~-]*[A-Za-z])[\w.+=~-]{20,}", re.ASCII)
-"""A failing command may print a key to stderr, also one that is unknown here."""
-_SAID = 400
-_FOREVER = 1e15
-"""Seconds; a number beyond that is no time (and may be too large for a float)."""
+"""A failing command may print a key to stderr, even an unknown one."""
+_MAX_ERROR_CHARS = 400
+_MAX_UNIX_TIME = 1e15
+"""A larger number is not a time, and may exceed a float."""
 
 
 class KeyRenewed(AuthError):
-    """A key was refused, and there is a new one: the same account may be asked again at once."""
+    """A key was refused, and a new one is available: the account can be used at once."""
 
 
-class NoNewKey(AuthError):
-    """A key that used to work was refused, and its command has no other yet."""
+class KeyNotRenewed(AuthError):
+    """A key that worked before was refused, and its command prints no other yet."""
 
     transient = True
 
 
 @dataclass(frozen=True)
 class KeyCommand:
-    """A command that prints a key. Text forms show neither."""
+    """A command that prints a key. Its repr shows neither."""
 
     name: str
-    """The variable that the key would stand in."""
+    """The variable that would otherwise contain the key."""
     command: str = field(repr=False)
     """For `/bin/sh`, with this process's environment."""
     limit_s: float = LIMIT_S
 
     def run(self) -> str:
-        """The key that it prints. Blocking.
+        """Return the key that the command prints. Blocking.
 
-        Raises: UserError, one line without the key: it failed, took too long, or printed none.
+        Raises: UserError, without the key, if the command failed, timed out, or printed no key.
         """
         with self._started() as process:
             return self._read(process)
 
     async def arun(self) -> str:
-        """`run`, off the loop. A cancelled one leaves no process behind."""
+        """`run` in a thread. Cancellation kills the process."""
         with self._started() as process:
             return await asyncio.to_thread(self._read, process)
 
@@ -87,24 +87,24 @@ class KeyCommand:
         try:
             yield process
         finally:
-            # Its id is its own, and its group's, until it was waited for: also when it has ended
-            # and only what it started still holds the pipes.
+            # The process and group IDs stay reserved until the process is waited for, even if only
+            # its children still hold the pipes.
             if process.returncode is None:
                 _end(process)
                 process.wait()
 
     def _read(self, process: subprocess.Popen[str]) -> str:
         try:
-            printed, said = process.communicate(timeout=self.limit_s)
+            printed, error_output = process.communicate(timeout=self.limit_s)
         except subprocess.TimeoutExpired:
             _end(process)
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=1)  # what is left in the pipes, and its end
+                process.communicate(timeout=1)  # reap it, with what is left in the pipes
             raise self._fault(f"did not end within {self.limit_s:g} s") from None
         key = printed.strip()
         if process.returncode:
-            lines = [line for line in said.splitlines() if line.strip()]
-            why = f": {_harmless(lines[0], printed)}" if lines else ""
+            lines = [line for line in error_output.splitlines() if line.strip()]
+            why = f": {_redact(lines[0], printed)}" if lines else ""
             raise self._fault(f"ended with exit code {process.returncode}{why}")
         if not key:
             raise self._fault("printed nothing")
@@ -117,75 +117,79 @@ class KeyCommand:
         return UserError(f"the key command of {self.name} {what}. Fix that command")
 
 
-def _harmless(line: str, printed: str) -> str:
-    """What a command said, without what it printed and what looks like a key."""
-    words = [word for word in printed.split()[:100] if len(word) >= 4]
-    return _LIKE_A_KEY.sub("***", scrub(line[:_SAID], words))
+def _redact(line: str, printed: str) -> str:
+    """Return a line of stderr without the command's output and anything that looks like a key."""
+    printed_secrets = [text for text in printed.split()[:100] if len(text) >= 4]
+    return _LIKE_A_KEY.sub("***", scrub(line[:_MAX_ERROR_CHARS], printed_secrets))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a command and what it started."""
+    """Kill a command and its children."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-class LiveKey:
-    """The present key of one command, for all calls of a process.
+class RenewableKey:
+    """The current key of one command, shared by all calls of a process.
 
     Args:
-        key: as the command printed it at the run's start.
+        key: as printed at the start of the run.
     """
 
     def __init__(self, command: KeyCommand, key: str) -> None:
         self._command = command
-        self._key, self._ends = key, ends_at(key)
+        self._key, self._expires_at = key, read_key_expiry(key)
         self._seen = {key: None}
-        self._proven, self._unused = False, 0
+        self._accepted_before, self._unaccepted_keys = False, 0
         self._lock = asyncio.Lock()
         self._runs, self._fault = 0, ""
-        self._ran = -math.inf
+        self._last_run = -math.inf
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """All keys that there were, for what no record may show."""
+        """All keys so far, which no record may show."""
         return tuple(self._seen)
 
     async def current(self) -> str:
-        """The key for the next request; a new one when this one is about to end."""
-        due = self._ends is not None and time.time() > self._ends - AHEAD_S
-        if due and time.monotonic() > self._ran + AHEAD_S / 4 and not self._lock.locked():
+        """Return the key for the next request; renew it shortly before its expiry."""
+        due = self._expires_at is not None and time.time() > self._expires_at - RENEW_BEFORE_S
+        if (
+            due
+            and time.monotonic() > self._last_run + RENEW_BEFORE_S / 4
+            and not self._lock.locked()
+        ):
             await self._renew(self._key)
         return self._key
 
     def accepted(self) -> None:
-        """Note that a request was answered: a refusal from now on says that the key has ended."""
-        self._proven, self._unused = True, 0
+        """Note that a request was answered: a later refusal means that the key has expired."""
+        self._accepted_before, self._unaccepted_keys = True, 0
 
     async def refused(self, key: str, error: AuthError) -> AuthError:
-        """What a refusal means, after a look for a new key.
+        """Try to renew a refused key, and return the error to raise.
 
         Args:
-            key: that the refused request was sent with.
+            key: of the refused request.
 
-        Returns: KeyRenewed, NoNewKey, or an AuthError where no key of this command ever worked.
+        Returns: KeyRenewed, KeyNotRenewed, or AuthError if no key of this command ever worked.
         """
-        if not _may_have_ended(error):
+        if not _may_have_expired(error):
             return error
         if await self._renew(key):
-            told = _with(KeyRenewed, error, "its command has printed a new key")
-            told.transient = self._proven
-            return told
-        kind = NoNewKey if self._proven else AuthError
-        return _with(kind, error, self._fault or "its command prints the same key again")
+            renewed_error = _extend_error(KeyRenewed, error, "its command has printed a new key")
+            renewed_error.transient = self._accepted_before
+            return renewed_error
+        kind = KeyNotRenewed if self._accepted_before else AuthError
+        return _extend_error(kind, error, self._fault or "its command prints the same key again")
 
     async def _renew(self, old: str) -> bool:
-        """Whether there is another key than `old`, after a run of the command where there is not.
-        Those who come while it runs share what it finds."""
+        """Return whether there is a newer key than `old`, after running the command if needed.
+        Concurrent callers share one run."""
         runs = self._runs
         async with self._lock:
             if self._key == old and self._runs == runs:
-                pause = min(MOST_S, LEAST_S * 2**self._unused)
-                await asyncio.sleep(max(0.0, self._ran + pause - time.monotonic()))
+                pause = min(MAX_INTERVAL_S, MIN_INTERVAL_S * 2**self._unaccepted_keys)
+                await asyncio.sleep(max(0.0, self._last_run + pause - time.monotonic()))
                 await self._run()
             return self._key != old
 
@@ -193,22 +197,22 @@ class LiveKey:
         try:
             self._key, self._fault = await self._command.arun(), ""
             SECRETS.learn(self._command.name, self._key)
-            self._ends = ends_at(self._key)
+            self._expires_at = read_key_expiry(self._key)
             self._seen[self._key] = None
         except (UserError, OSError) as error:
             self._fault = scrub(str(error), self._seen)
-        self._runs, self._ran = self._runs + 1, time.monotonic()
-        self._unused += 1
+        self._runs, self._last_run = self._runs + 1, time.monotonic()
+        self._unaccepted_keys += 1
 
 
-def _may_have_ended(error: AuthError) -> bool:
-    """Whether a refusal may be for the key's age: 403 is for many things."""
+def _may_have_expired(error: AuthError) -> bool:
+    """Return whether a refusal may mean that the key has expired: 403 has many causes."""
     if error.reason not in ("auth", "auth_permanent"):
         return False
     return error.status in (None, 401) or "expire" in str(error).lower()
 
 
-def _with(kind: type[AuthError], error: AuthError, more: str) -> AuthError:
+def _extend_error(kind: type[AuthError], error: AuthError, more: str) -> AuthError:
     return kind(
         f"{str(error).rstrip('.')} ({more})",
         status=error.status,
@@ -220,9 +224,9 @@ def _with(kind: type[AuthError], error: AuthError, more: str) -> AuthError:
     )
 
 
-def ends_at(key: str) -> float | None:
-    """When a key ends, in Unix seconds, where it says so itself (the claim `exp` of a JSON Web
-    Token, RFC 7519)."""
+def read_key_expiry(key: str) -> float | None:
+    """Return the expiry of a JSON Web Token (claim `exp`, RFC 7519) in Unix seconds, if it has
+    one."""
     parts = key.split(".")
     if len(parts) != 3:
         return None
@@ -230,5 +234,9 @@ def ends_at(key: str) -> float | None:
         claims = decode_json(urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
     except ValueError:
         return None
-    ends = claims.get("exp") if isinstance(claims, dict) else None
-    return float(ends) if isinstance(ends, int | float) and abs(ends) < _FOREVER else None
+    expires = claims.get("exp") if isinstance(claims, dict) else None
+    return (
+        float(expires)
+        if isinstance(expires, int | float) and abs(expires) < _MAX_UNIX_TIME
+        else None
+    )

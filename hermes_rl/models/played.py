@@ -1,6 +1,6 @@
-"""Models that are played: they go through the whole real pipeline and cost nothing.
+"""Played models: they run through the complete real pipeline and cost nothing.
 
-Stateless: what they answer depends on the conversation alone, so a played rollout can be repeated.
+They are stateless: an answer depends only on the conversation, so a played rollout is repeatable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOTHING = Usage(
 
 
 class NoopClient:
-    """Answers at once and does nothing: what a task's verifier says about the untouched state."""
+    """Answers at once and does nothing, so that the verifier grades the untouched state."""
 
     api_mode = "played"
     endpoint = "noop"
@@ -54,39 +54,39 @@ class NoopClient:
 
 
 class OracleClient(NoopClient):
-    """Plays a task's oracle as one terminal call, then says that it is done. One per rollout.
+    """Runs a task's oracle as one terminal call, then reports that it is done. One per rollout.
 
-    An oracle may also be a JSON list, one step for each turn: text is an answer, an object is
-    `{"text": ..., "calls": [{"name": ..., "arguments": {...}}]}`. So tasks that are solved by an
-    answer, by other tools or in a dialogue have oracles too.
+    An oracle may also be a JSON list with one step per turn: text is an answer, an object is
+    `{"text": ..., "calls": [{"name": ..., "arguments": {...}}]}`. This covers tasks that are solved
+    by an answer, by other tools or in a dialogue.
 
     Args:
-        oracle: the task's solution; None when it has none, which the answer then says.
-        given: assistant messages that the task's prompt holds.
+        oracle: the task's solution; without one, the answer says so.
+        prompt_answers: number of assistant messages in the task's prompt.
     """
 
     endpoint = "oracle"
 
-    def __init__(self, oracle: str | None, given: int = 0) -> None:
-        self._oracle, self._given = oracle, given
+    def __init__(self, oracle: str | None, prompt_answers: int = 0) -> None:
+        self._oracle, self._prompt_answers = oracle, prompt_answers
         command = {"text": "", "calls": [{"name": "terminal", "arguments": {"command": oracle}}]}
         self._steps = _steps(oracle)
         self._script = _message(command, _CALL_ID)
 
     def _answer(self, request: ModelRequest) -> AssistantMessage:
-        """The step of this turn; after the last one it says that it is done."""
+        """Return the step of this turn, or the final answer after the last step."""
         if not self._oracle:
             return AssistantMessage(content="This task has no oracle.")
         answers = [m for m in request.conversation if isinstance(m, AssistantMessage)]
-        if self._steps is None:  # a prompt may hold answers and calls of others
+        if self._steps is None:  # a prompt may contain answers and calls of other models
             ran = any(call.id == _CALL_ID for m in answers for call in m.tool_calls)
             return AssistantMessage(content=_DONE) if ran else self._script
-        turn = len(answers) - self._given
+        turn = len(answers) - self._prompt_answers
         return self._steps[turn] if turn < len(self._steps) else AssistantMessage(content=_DONE)
 
 
 def _steps(oracle: str | None) -> tuple[AssistantMessage, ...] | None:
-    """The steps of an oracle that is a JSON list; None for a script."""
+    """Parse an oracle that is a JSON list of steps; None for a script."""
     if oracle is None or not oracle.lstrip().startswith("["):
         return None
     try:
@@ -97,10 +97,10 @@ def _steps(oracle: str | None) -> tuple[AssistantMessage, ...] | None:
 
 
 def _message(form: Any, call_id: str) -> AssistantMessage:
-    """The answer of one step.
+    """Build the answer of one step.
 
     Args:
-        call_id: of its calls; `{}` is the call's number.
+        call_id: ID of its calls; `{}` becomes the call's number.
     """
     if isinstance(form, str):
         return AssistantMessage(content=form)
@@ -115,6 +115,6 @@ def _message(form: Any, call_id: str) -> AssistantMessage:
     return AssistantMessage(content=form.get("text", ""), tool_calls=calls)
 
 
-def free(model: str, usage: Usage) -> float:
+def no_cost(model: str, usage: Usage) -> float:
     """The price of a played model."""
     return 0.0

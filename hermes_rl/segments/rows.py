@@ -188,7 +188,7 @@ def _segment(
 
 def _columns(branches: Branches, branch: Branch) -> _Columns:
     trained, turn, columns = set(branch.nodes), 0, _Columns()
-    for stretch in branches.graph.stretches(branch.nodes[-1]):
+    for stretch in branches.graph.token_runs(branch.nodes[-1]):
         call, added = branches.call(stretch.node)
         ids = _ids(stretch.data)
         if not stretch.sampled:

@@ -1,10 +1,10 @@
 """The fake model server's rate limits, outages and prices, on a clock of its own.
 
-Each limit is a token bucket per account that refills continuously and holds what comes in during
-`burst_s`. A request passes when every bucket holds what it needs, or is full (else a request larger
-than a bucket would never pass), and takes it; a refused one takes nothing. What a request needs is
-known beforehand, because answers are scripted. Cache reads do not count where the wire marks what
-it caches.
+Each limit is a token bucket per account that refills continuously, with a capacity of `burst_s`
+seconds of refill. A request passes if every bucket has enough for it or is full (else a request
+larger than a bucket would never pass). A refused request takes nothing. The needs of a request are
+known beforehand, because answers are scripted. Cache reads do not count on wires that mark cached
+content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MILLION = Decimal(1_000_000)
 
 @dataclass(frozen=True)
 class RateLimits:
-    """What one account (API key) may use in a minute; None is no limit."""
+    """Limits of one account (API key) per minute; None for unlimited."""
 
     requests: float | None = None
     tokens: float | None = None
@@ -76,8 +76,8 @@ class Verdict(NamedTuple):
         """The answer to a request that does not pass."""
         if self.refused is None:
             return None
-        words = self.refused.replace("_", " ")
-        text = f"Rate limit reached for {words} per minute. Try later."
+        texts = self.refused.replace("_", " ")
+        text = f"Rate limit reached for {texts} per minute. Try later."
         return Refusal(429, self.refused, "rate_limit_exceeded", text)
 
 
@@ -97,9 +97,9 @@ class Limits:
             needs: how much the request takes of each limit.
             now: seconds since the server's start.
         """
-        given, burst, hint = self.limits, self.limits.burst_s, self.limits.retry_after_s
+        config, burst, hint = self.limits, self.limits.burst_s, self.limits.retry_after_s
         buckets = self._accounts.get(account) or self._open(account, now)
-        scheduled = next((f for since, f in reversed(given.schedule) if now >= since), 1.0)
+        scheduled = next((f for since, f in reversed(config.schedule) if now >= since), 1.0)
         factor = self.factor * scheduled
         refused: Limit | None = None
         wait = 0.0
@@ -120,13 +120,13 @@ class Limits:
         return Verdict(refused, wait if hint is None else hint, states)
 
     def _open(self, account: str, now: float) -> dict[Limit, _Bucket]:
-        given: dict[Limit, float | None] = {
+        fields: dict[Limit, float | None] = {
             "requests": self.limits.requests,
             "tokens": self.limits.tokens,
             "input_tokens": self.limits.input_tokens,
             "output_tokens": self.limits.output_tokens,
         }
-        buckets = {name: _Bucket(n, 1.0, now) for name, n in given.items() if n is not None}
+        buckets = {name: _Bucket(n, 1.0, now) for name, n in fields.items() if n is not None}
         self._accounts[account] = buckets
         return buckets
 
@@ -147,8 +147,8 @@ class Limits:
 def needs_of(request: ServedRequest, usage: Usage) -> dict[Limit, float]:
     """Return what a request takes of each limit."""
     read = 0 if request.cache_marks is None else usage.cache_read_tokens or 0
-    given, taken = (usage.input_tokens or 0) - read, usage.output_tokens or 0
-    return {"requests": 1, "tokens": given + taken, "input_tokens": given, "output_tokens": taken}
+    fields, taken = (usage.input_tokens or 0) - read, usage.output_tokens or 0
+    return {"requests": 1, "tokens": fields + taken, "input_tokens": fields, "output_tokens": taken}
 
 
 def _openai_headers(states: Mapping[Limit, State], unix_now: float) -> dict[str, str]:

@@ -31,7 +31,7 @@ import msgspec
 
 from hermes_rl.errors import BadRequest, UserError
 from hermes_rl.messages import AssistantMessage, from_openai, to_openai
-from hermes_rl.models.tokens import Renderer, load_renderer, parser_named
+from hermes_rl.models.tokens import Renderer, find_parser, load_renderer
 from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.exact_engine_model import (
     AnswerTokenizer,
@@ -133,7 +133,7 @@ class ExactEngine(Server):
         self._ends = frozenset((end, *(added[text] for text in config.ends if text in added)))
         self._answers = AnswerTokenizer(self.vocabulary, end, config.split)
         self._policy = Policy(self.vocabulary, config.seed, end)
-        self._asked: Counter[bytes] = Counter()
+        self._prompt_counts: Counter[bytes] = Counter()
         self._cached: set[bytes] = set()
         self._timers: set[asyncio.TimerHandle] = set()
 
@@ -156,7 +156,7 @@ class ExactEngine(Server):
     def handle(self, connection: Connection, request: Incoming) -> None:
         """Answer a request, after the configured latency."""
         if request.method == "GET" or request.path == "/tokenize":
-            self._tell(connection, request)
+            self._answer_query(connection, request)
             return
         self.requests += 1
         call_id = request.headers.get("x-hermes-call-id")
@@ -207,7 +207,7 @@ class ExactEngine(Server):
     ) -> tuple[EngineAnswer, ScriptedAnswer | None]:
         """Sample. Raises: InvalidRequest, InvalidScript, ValueError."""
         prompt = self._prompt(request, wire)
-        self._check_room(request, len(prompt), wire)
+        self._check_window(request, len(prompt), wire)
         sampled, scripted = self._sample(request, prompt, job)
         ids = request.ids and (wire.name != CHAT or self.config.chat_ids != "none")
         answer = EngineAnswer(
@@ -233,8 +233,8 @@ class ExactEngine(Server):
         params, window = request.params, self.config.window
         limits = [params.max_tokens, None if window is None else window - len(prompt)]
         key = struct.pack(f"<{len(prompt)}Iq", *prompt, (params.seed or 0) % (1 << 62))
-        times = self._asked[key]
-        self._asked[key] += 1
+        times = self._prompt_counts[key]
+        self._prompt_counts[key] += 1
         say = self._speaker(
             PromptView(prompt, self.vocabulary, self.config.header, times, job.n, job.call_id)
         )
@@ -260,7 +260,7 @@ class ExactEngine(Server):
             self._cached.add(state)
         return known
 
-    def _check_room(self, request: EngineRequest, prompt: int, wire: Wire) -> None:
+    def _check_window(self, request: EngineRequest, prompt: int, wire: Wire) -> None:
         """Raises: InvalidRequest for a prompt beyond the window; vLLM and SGLang also refuse more
         tokens than the window has, where llama.cpp samples fewer."""
         window, most = self.config.window, request.params.max_tokens
@@ -334,12 +334,16 @@ class ExactEngine(Server):
             headers["retry-after"] = f"{self.config.faults.retry_after_s:g}"
         connection.send(head(refusal.status, headers, len(body)) + body)
 
-    def _tell(self, connection: Connection, request: Incoming) -> None:
+    def _answer_query(self, connection: Connection, request: Incoming) -> None:
         """Answer the list of models, or tokenize a text; neither is counted or logged."""
         status, form = 200, dict[str, Any]()
         if request.path == "/tokenize":
-            asked = msgspec.json.decode(request.body)
-            form = {"tokens": self.vocabulary.canonical(asked.get("prompt") or asked["content"])}
+            model_request = msgspec.json.decode(request.body)
+            form = {
+                "tokens": self.vocabulary.canonical(
+                    model_request.get("prompt") or model_request["content"]
+                )
+            }
         elif request.path.endswith(("/models", "/health")):
             form = {"object": "list", "data": [{"id": "toy", "object": "model"}]}
         else:
@@ -369,7 +373,7 @@ class RenderedChat:
     """
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer, self._parser = renderer, parser_named(renderer.parser_name)
+        self._renderer, self._parser = renderer, find_parser(renderer.parser_name)
 
     def prompt(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]

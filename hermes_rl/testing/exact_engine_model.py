@@ -116,7 +116,7 @@ class Vocabulary:
 
 
 def byte_letters() -> dict[int, str]:
-    """Return the letters that stand for bytes in byte-level vocabularies (GPT-2's table)."""
+    """Return byte -> letter of byte-level vocabularies (GPT-2's table)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in shown}
     hidden = (byte for byte in range(256) if byte not in letters)
@@ -131,7 +131,7 @@ class Params:
     """0 takes the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 or less is no limit."""
+    """0 or less is unlimited."""
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None
@@ -166,7 +166,7 @@ class Policy:
     """
 
     def __init__(self, vocabulary: Vocabulary, seed: int, end_id: int) -> None:
-        self._words, self._end = vocabulary.ordinary, end_id
+        self._ordinary, self._end = vocabulary.ordinary, end_id
         self._key = struct.pack("<q", seed)
 
     def start(self, prompt: Sequence[int]) -> bytes:
@@ -186,11 +186,11 @@ class Policy:
         """
         drawn = hashlib.blake2b(state, digest_size=4 * CANDIDATES).digest()
         found: dict[int, float] = {self._end: _END_LOGIT}
-        for word, height in struct.iter_unpack("<HH", drawn):
-            found.setdefault(self._words[word % len(self._words)], _logit(height))
+        for number, height in struct.iter_unpack("<HH", drawn):
+            found.setdefault(self._ordinary[number % len(self._ordinary)], _logit(height))
         if forced is not None and forced not in found:
-            own = hashlib.blake2b(state + struct.pack("<I", forced), digest_size=2).digest()
-            found[forced] = _logit(int.from_bytes(own, "little"))
+            digest = hashlib.blake2b(state + struct.pack("<I", forced), digest_size=2).digest()
+            found[forced] = _logit(int.from_bytes(digest, "little"))
         return found
 
 
@@ -406,8 +406,8 @@ def parse_scripted(step: Any) -> ScriptedAnswer:
 
 
 def _arguments(form: dict[str, Any]) -> str:
-    given = form.get("arguments", {})
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = form.get("arguments", {})
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -439,9 +439,9 @@ class AnswerTokenizer:
             shown = json.dumps(name, ensure_ascii=False)
             written += "\n" if written else ""
             written += f'<tool_call>\n{{"name": {shown}, "arguments": {arguments}}}\n</tool_call>'
-        own: _Spelling = "plain" if say.lookalike else "markup"
+        spelling: _Spelling = "plain" if say.lookalike else "markup"
         parts: list[tuple[str, _Spelling]] = [
-            (written, own),
+            (written, spelling),
             (say.raw, "plain" if say.lookalike else "added"),
             (say.plain, "plain"),
         ]

@@ -57,7 +57,7 @@ from hermes_rl.testing.http_server import (
     program_parser,
     serve,
 )
-from hermes_rl.testing.scripts import Asked, Play, Step, step_for, usage_of
+from hermes_rl.testing.scripts import Play, Step, TurnCounts, step_for, usage_of
 from hermes_rl.testing.server_logs import Entry, LineLog, LogOutcome
 from hermes_rl.usage import Usage
 
@@ -112,7 +112,7 @@ class FakeServer(Server):
         self._on_request = on_request
         self._pending: dict[Connection, _Job] = {}
         self._log = LineLog[Entry](keep=False)
-        self._asked = Asked()
+        self._turn_counts = TurnCounts()
         self._started = time.monotonic()
         rate = self.config.rate
         self.limits = None if rate is None else Limits(rate)
@@ -149,7 +149,7 @@ class FakeServer(Server):
         hold_at = self.config.hold_at
         if request.method == "GET":
             if hold_at is None or self.requests < hold_at:
-                self._tell(connection, request)
+                self._answer_query(connection, request)
             return
         self.requests += 1
         n = self.requests
@@ -186,7 +186,7 @@ class FakeServer(Server):
                 job.timer.cancel()
             self._end(job, "dropped")
 
-    def _tell(self, connection: Connection, request: Incoming) -> None:
+    def _answer_query(self, connection: Connection, request: Incoming) -> None:
         """Answer the list of models, for several providers' clients; not counted or logged."""
         names = self.config.models or (self.config.script,)
         both = {"object": "model", "type": "model", "created": 0, "owned_by": "hermes-rl"}
@@ -221,7 +221,9 @@ class FakeServer(Server):
             return refusal_for("auth", name)
         try:
             job.request = job.dialect.decode_request(request.body)
-            job.step = step_for(job.request, self.config.script, self._asked, self.config.plays)
+            job.step = step_for(
+                job.request, self.config.script, self._turn_counts, self.config.plays
+            )
         except ValueError as error:
             return Refusal(400, "invalid_request_error", None, str(error))
         if self.config.models and job.request.model not in self.config.models:
@@ -400,7 +402,7 @@ def _completion_of(
 def _parser() -> argparse.ArgumentParser:
     about = "A fake model server over a real socket: deterministic, fast, with a log."
     parser = program_parser("fake_server", about)
-    parser.add_argument("--script", default="echo", help="for models whose name is no script")
+    parser.add_argument("--script", default="echo", help="for models without a script name")
     parser.add_argument("--rate", default="null", help="rate limits of an account as JSON")
     parser.add_argument("--conditions", default="{}", help="clock, outages and prices as JSON")
     parser.add_argument("--key", help="the API key that clients must send")

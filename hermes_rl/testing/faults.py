@@ -125,9 +125,9 @@ def plan_from_json(text: str) -> FaultPlan:
 
 
 def refusal_for(fault: str | None, dialect: str) -> Refusal | None:
-    """Return how a fault is refused on a wire; None when the fault is no refusal."""
-    own = _TABLE.get(dialect, {}).get(fault or "")
-    return own.refusal if own is not None else REFUSALS.get(fault or "")
+    """Return the refusal for a fault on a wire; None if the fault is not one."""
+    row = _TABLE.get(dialect, {}).get(fault or "")
+    return row.refusal if row is not None else REFUSALS.get(fault or "")
 
 
 def conditional_refusal(fault: str | None, request: ServedRequest, body: bytes) -> Refusal | None:
@@ -162,8 +162,8 @@ def over_window(request: ServedRequest, usage: Usage, window: int | None) -> Ref
 
 
 def _over(request: ServedRequest, cap: int) -> bool:
-    asked = request.sampling.max_tokens
-    return asked is None or asked > cap
+    limit = request.sampling.max_tokens
+    return limit is None or limit > cap
 
 
 _CONDITIONS: dict[str, Callable[[ServedRequest, bytes], bool]] = {

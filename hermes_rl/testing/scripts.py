@@ -11,8 +11,8 @@ script is a list of steps, each text (a final answer), or an object:
      "finish": "length", "latency_s": 0.1, "fault": "reset",
      "details": [...]}                                               # reasoning_details
 
-A step that is a list of steps has one for each time that this turn is asked for; the last one goes
-on. So answers that an agent throws away can be scripted too.
+A step that is a list has one step per request of that turn; the last one repeats. This scripts
+answers that an agent discards.
 
 After its last step a script answers "done". Names: `echo` (5 turns of `echo step-N`, then a text),
 `echo-N` (N turns), `noop` (a text at once), `fault-KIND` (that fault, always; see `faults`).
@@ -48,22 +48,24 @@ class Step:
     fault: str | None = None
 
 
-Asked = Counter[tuple[int, int]]
-"""How often the turns of scripts (by hash) were asked for."""
+TurnCounts = Counter[tuple[int, int]]
+"""Script hash and turn -> number of requests."""
 
 Play = Callable[[ServedRequest], Any]
-"""Plays a model: a request's step, as it stands in a script."""
+"""Plays a model: returns a request's step, in the form of a script."""
 
 
 class ScriptError(ValueError):
     """The script in a prompt cannot be played; the server answers 400 with this text."""
 
 
-def step_for(request: ServedRequest, default: str, asked: Asked, plays: Mapping[str, Play]) -> Step:
+def step_for(
+    request: ServedRequest, default: str, counts: TurnCounts, plays: Mapping[str, Play]
+) -> Step:
     """Return the step that answers a request. Raises: ScriptError.
 
     Args:
-        asked: counts of a server, for steps that are lists.
+        counts: of a server, for steps that are lists.
         plays: by model: users, judges and policies that are functions.
     """
     turn = sum(isinstance(m, AssistantMessage) for m in request.messages)
@@ -79,8 +81,8 @@ def step_for(request: ServedRequest, default: str, asked: Asked, plays: Mapping[
     if len(steps) == 1:
         return steps[0]
     key = (hash(script), turn)
-    asked[key] += 1
-    return steps[min(asked[key], len(steps)) - 1]
+    counts[key] += 1
+    return steps[min(counts[key], len(steps)) - 1]
 
 
 def usage_of(request: ServedRequest, step: Step) -> Usage:
@@ -131,7 +133,7 @@ def _script_in(messages: Sequence[Message]) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _parse_turn(script: str, turn: int) -> tuple[Step, ...]:
-    """Parse the steps of a turn: one for each time that it is asked for."""
+    """Parse the steps of a turn: one per request of that turn."""
     try:
         steps = json.loads(script)
     except ValueError as error:
@@ -173,8 +175,8 @@ def _call(form: dict[str, Any], turn: int, index: int) -> ToolCall:
     arguments = form.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
-    given = form.get("id", f"call_{turn}_{index}")
-    return ToolCall(id=given, name=form.get("name", "terminal"), arguments=arguments)
+    call_id = form.get("id", f"call_{turn}_{index}")
+    return ToolCall(id=call_id, name=form.get("name", "terminal"), arguments=arguments)
 
 
 @lru_cache(maxsize=4096)

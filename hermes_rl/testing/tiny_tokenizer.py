@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.models.tokens import Renderer, TokenizerFiles, renderer_of
+from hermes_rl.models.tokens import Renderer, TokenizerFiles, build_renderer
 
 _FOLDER = Path(__file__).parent
 _PARTS: dict[str, Any] = tomllib.loads(
@@ -74,7 +74,7 @@ def tiny_renderer(family: str = "chatml", **variables: Any) -> Renderer:
         templates={"default": TEMPLATES[family]},
         named=_named(family),
     )
-    return renderer_of(files, variables=variables)
+    return build_renderer(files, variables=variables)
 
 
 def write_tiny_tokenizer(folder: Path, family: str = "chatml") -> Path:

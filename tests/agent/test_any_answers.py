@@ -146,7 +146,7 @@ def check_calls(row: Trajectory) -> None:
     said = Counter(i.turn for i in row.message_info if i.role == "assistant" and not i.synthetic)
     asked = [c for c in row.calls if c.purpose != "probe"]
     kept = Counter(c.turn for c in asked if c.error is None and c.outcome == "ok")
-    begun = Counter(c.turn for c in row.calls if (c.error or "").startswith("BrokenOff: "))
+    begun = Counter(c.turn for c in row.calls if (c.error or "").startswith("AnswerInterrupted: "))
     assert said == kept + begun
 
 

@@ -358,7 +358,7 @@ async def test_a_broken_stream_is_continued(rig: Any) -> None:
     assert ran.outline() == "suaUa"
     assert ran.result.messages[3].content == TEXTS.cut_stream
     assert [end.outcome for _, end in ran.calls()] == ["cut", "ok"]
-    assert ran.errors()[0].startswith("BrokenOff: ")
+    assert ran.errors()[0].startswith("AnswerInterrupted: ")
     assert ran.row().usage.unknown_calls == 1
 
 

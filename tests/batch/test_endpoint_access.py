@@ -184,7 +184,7 @@ async def test_a_stalled_answer_is_cancelled_after_idle_seconds() -> None:
         async with AIAgent(model, toolsets=()) as agent:
             result = await agent.run(prompt)
     assert result["final_response"] == "ok"
-    assert "stood still for 0.2 s" in result["calls"][0]["error"]
+    assert "stalled for 0.2 s" in result["calls"][0]["error"]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from hermes_rl.definitions import identity_of
 from hermes_rl.errors import ModelError, UserError
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models import DIALECTS, Conversation, Endpoint, ModelRequest, Sampling, connect
-from hermes_rl.models.providers import other_targets, targets_by_model
-from hermes_rl.models.wire import OWN as CLIENT_FIELDS
+from hermes_rl.models.providers import resolve_env_targets, resolve_targets_by_model
+from hermes_rl.models.wire import RESERVED_FIELDS as CLIENT_FIELDS
 from hermes_rl.models.wire import Quirks
 from hermes_rl.testing import Connection, FakeConfig, FakeServer, Incoming
 from hermes_rl.text import encode_json
@@ -177,9 +177,9 @@ def test_extra_body_is_not_sent_to_other_endpoints() -> None:
         },
         env={"name": "x", "judge": {"name": "j"}, "user": {"name": "u", "extra_body": OTHER}},
     )
-    extras = [target.extra for target in targets_by_model(made)["fake"]]
+    extras = [target.extra for target in resolve_targets_by_model(made)["fake"]]
     assert extras == [PINNED, PINNED, OTHER, {}, {}]
-    others = {use: targets[0].extra for use, targets in other_targets(made).items()}
+    others = {use: targets[0].extra for use, targets in resolve_env_targets(made).items()}
     assert others == {"judge": {}, "user": OTHER}
     assert made.env is not None
     assert made.env.judge is not None
@@ -191,13 +191,13 @@ def test_extra_body_is_not_sent_to_other_endpoints() -> None:
 @pytest.mark.parametrize(
     ("mode", "field", "hint"),
     [
-        ("chat_completions", "messages", "Take it out"),
+        ("chat_completions", "messages", "Remove it"),
         ("chat_completions", "temperature", "Use model.temperature"),
         ("chat_completions", "max_completion_tokens", "Use model.max_tokens"),
         ("chat_completions", "reasoning_effort", "Use model.reasoning"),
-        ("chat_completions", "n", "Take it out"),
+        ("chat_completions", "n", "Remove it"),
         ("codex_responses", "stream", "Use endpoint.stream"),
-        ("codex_responses", "store", "Take it out"),
+        ("codex_responses", "store", "Remove it"),
         ("anthropic_messages", "thinking", "Use model.reasoning"),
     ],
 )
@@ -207,16 +207,14 @@ def test_extra_body_may_not_contain_fields_of_the_client(mode: str, field: str, 
         config({}, {"fallbacks": [{"model": "m", "api_mode": mode, "extra_body": {field: 1}}]}),
     ):
         with pytest.raises(UserError) as caught:
-            targets_by_model(made)
-        assert (
-            str(caught.value) == f"extra_body holds '{field}', which is not free in {mode}. {hint}"
-        )
+            resolve_targets_by_model(made)
+        assert str(caught.value) == f"extra_body has '{field}', which is reserved in {mode}. {hint}"
 
 
 def test_extra_body_may_contain_fields_of_other_dialects() -> None:
     for extra in ({"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "low"}}):
         made = config({"extra_body": extra})
-        assert targets_by_model(made)["fake"][0].extra == extra
+        assert resolve_targets_by_model(made)["fake"][0].extra == extra
 
 
 @pytest.mark.parametrize("value", [{"a": float("nan")}, {"a": {1, 2}}, {"a": b"x"}, ["a"]])

@@ -122,7 +122,9 @@ async def test_a_key_command_that_fails_for_a_while_fails_no_unit(tmp_path: Path
     assert len(rows) == kit.count_units(12)
     assert kit.read_table(issuer.out, "failures") == []
     errors = {call["error"] for row in rows for call in row["calls"] if call["error"]}
-    assert any("NoNewKey: 401" in e and "ended with exit code 5: no login" in e for e in errors)
+    assert any(
+        "KeyNotRenewed: 401" in e and "ended with exit code 5: no login" in e for e in errors
+    )
 
 
 async def test_a_key_command_that_fails_at_the_start_is_reported(tmp_path: Path) -> None:

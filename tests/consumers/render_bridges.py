@@ -127,7 +127,7 @@ def bridge_prompt(
     return {
         "ids": [one.ids for one in found],
         "why": found[0].fork_reason,
-        "whole_ids": whole if dated else None,
+        "read_token_ids": whole if dated else None,
     }
 
 

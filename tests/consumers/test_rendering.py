@@ -72,7 +72,7 @@ def test_bridged_prompts_equal_those_of_transformers(
             continue
         compared.append(bridge["title"])
         # If the template renders today's date, the ids of the script are used.
-        ids = bridge["whole_ids"] or render_with_transformers(bridge, opened=True)
+        ids = bridge["read_token_ids"] or render_with_transformers(bridge, opened=True)
         if bridge["ids"] != [ids] * 2:
             different.append((bridge["title"], ids))
     assert different == []

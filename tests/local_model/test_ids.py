@@ -15,7 +15,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.messages import SystemMessage, UserMessage
 from hermes_rl.models import Conversation, Endpoint, ModelRequest, Sampling
 from hermes_rl.models.local import read_tokenizer
-from hermes_rl.models.tokens import renderer_of, token_client
+from hermes_rl.models.tokens import build_renderer, token_client
 from hermes_rl.wiring import open_run_context
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ async def tapped(endpoint: Endpoint, seen: dict[str, tuple]) -> AsyncIterator[En
 
 
 async def test_rollouts_of_two_turns_have_the_engine_s_ids(server):
-    renderer = renderer_of(read_tokenizer(server.weights))
+    renderer = build_renderer(read_tokenizer(server.weights))
     end = renderer.tokenizer.id_of("<|im_end|>")
     numbers = count()
     places = asyncio.Semaphore(4)  # as many as the engine has
@@ -102,7 +102,7 @@ async def test_rollouts_of_two_turns_have_the_engine_s_ids(server):
 
 
 async def test_the_file_s_tokenizer_is_the_engine_s(server):
-    renderer = renderer_of(read_tokenizer(server.weights))
+    renderer = build_renderer(read_tokenizer(server.weights))
     where = await server.endpoint()
     texts = ["", "Naïve 12345\t{}\n\n  日本語 🙂 isn't 'it'", "<|im_start|>a<|im_end|>", "x" * 99]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {where.api_key}"}) as http:
@@ -113,7 +113,7 @@ async def test_the_file_s_tokenizer_is_the_engine_s(server):
             assert tokens == renderer.tokenizer.encode(text), text
 
 
-async def test_a_run_context_of_the_preset_rl_asks_the_embedded_model_for_ids(held, monkeypatch):
+async def test_run_context_with_preset_rl_requests_ids_of_the_embedded_model(held, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", held["XDG_RUNTIME_DIR"])
     for tokens, kind, mode in (
         ("llamacpp", "sampling", "llamacpp_completion"),

@@ -120,7 +120,7 @@ async def test_a_cut_call_is_returned_as_text(client):
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
-async def test_a_stream_adds_up_to_the_whole(client, tools):
+async def test_stream_equals_the_complete_answer(client, tools):
     more = {"tools": tools, "sampling": Sampling(temperature=0, max_tokens=60)}
     await ask(client, **more)  # so that both find the same cache, and the same rounding
     whole = await ask(client, exact=True, **more)
@@ -157,7 +157,7 @@ async def test_ids_are_complete_where_answers_cut_characters(client):
     assert again.tokens == answer.tokens
 
 
-async def test_a_server_with_a_long_queue_is_joined_and_who_hangs_up_leaves_the_queue(
+async def test_server_with_a_long_queue_is_joined_and_closed_requests_leave_it(
     held, endpoint, client, wait_until
 ):
     (server,) = servers_in(Path(held["XDG_RUNTIME_DIR"]))
@@ -225,7 +225,7 @@ async def test_a_wedged_server_is_replaced(env, tmp_path):
             assert len(servers_in(tmp_path)) == 1
 
 
-async def test_a_dead_server_is_replaced_for_those_who_hold_it(env, tmp_path):
+async def test_dead_server_is_replaced_for_its_holders(env, tmp_path):
     async with (
         local_server("local-tiny", env=env) as first,
         local_server("local-tiny", env=env) as second,
@@ -244,7 +244,7 @@ async def test_a_dead_server_is_replaced_for_those_who_hold_it(env, tmp_path):
         assert len(servers_in(tmp_path)) == 1
 
 
-async def test_nobody_else_can_reach_the_pipe_or_read_the_key(held, endpoint):
+async def test_other_users_cannot_reach_socket_or_key(held, endpoint):
     folder = Path(held["XDG_RUNTIME_DIR"]) / "hermes_rl"
     assert folder.stat().st_mode & 0o777 == 0o700
     (server,) = servers_in(folder)

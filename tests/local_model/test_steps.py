@@ -161,9 +161,7 @@ CALLED = '{"name": "terminal", "arguments": {"command": "echo \\u00e9"}}'
         ("[42]", "length", "[42]", []),
     ],
 )
-def test_an_answer_is_a_call_as_written_a_final_text_or_what_was_cut(
-    text, reason, content, arguments
-):
+def test_answer_is_a_call_or_final_text_or_truncated_text(text, reason, content, arguments):
     message, finish_reason = step_of().outcome(text, "stop")
     assert (finish_reason, message.content) == (reason, content)
     assert [(call.name, call.arguments) for call in message.tool_calls] == [

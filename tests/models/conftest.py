@@ -140,10 +140,10 @@ async def rollout(
     calling: ModelCaller, prompt: str = "hi", model: str = "echo", **fields: Any
 ) -> Conversation:
     """An agent's conversation in small: answers every tool call with its arguments."""
-    asked = request(prompt, model, tools=TERMINAL, **fields)
-    conversation = asked.conversation
+    model_request = request(prompt, model, tools=TERMINAL, **fields)
+    conversation = model_request.conversation
     for turn in range(1, 50):
-        answer = await calling.call(asked, turn=turn)
+        answer = await calling.call(model_request, turn=turn)
         conversation.append(answer.message)
         if not answer.message.tool_calls:
             break

@@ -15,13 +15,13 @@ from hermes_rl.models.rate import (
     AdaptiveRate,
     Estimate,
     Events,
-    Expectation,
     History,
     Pace,
-    signal_of,
+    UsageEstimator,
+    rate_signal,
 )
 
-ONE = Expectation().charge(Estimate())
+ONE = UsageEstimator().charge(Estimate())
 
 
 class Server:
@@ -140,7 +140,7 @@ def scenarios():
     ("server", "calls", "since", "changes_at", "factor"),
     [pytest.param(*rest, id=name) for name, *rest in scenarios()],
 )
-def test_refusals_alone_find_the_rate_and_follow_it(server, calls, since, changes_at, factor):
+def test_rate_is_found_and_followed_from_refusals_only(server, calls, since, changes_at, factor):
     """85 % of a rate is used and under 5 % are refused; a doubled one is used within 50 s."""
     rate = server[0]
     changes = [(changes_at, factor)] if factor else []
@@ -156,13 +156,13 @@ def test_refusals_alone_find_the_rate_and_follow_it(server, calls, since, change
         assert reached(ends, changes_at, 0.85 * 2 * rate) < 50
 
 
-def test_answers_that_take_ten_seconds_hide_no_rise():
+def test_rise_is_followed_with_slow_answers():
     ends = simulate(Server(10, 60), 560, latency=10.0, callers=400, changes=[(500, 2.0)])
     assert between(ends, 550, 560)[0] >= 0.75 * 20  # these were sent 35 to 55 s after the rise
 
 
 @pytest.mark.parametrize("refusal", [0.05, 0.5, 2.0])
-def test_a_server_that_refuses_everybody_for_minutes_is_seldom_tried_and_found_again(refusal):
+def test_blocked_server_is_probed_rarely_and_found_again(refusal):
     """However long its refusals take: some are on their way all the time."""
     server = Server(2.5, 60, closed=(200, 800))
     ends = simulate(server, 900, latency=1.0, callers=64, refusal=refusal)
@@ -182,10 +182,10 @@ def test_fixed_windows_without_headers_are_used(rate, latency):
 @pytest.mark.parametrize(
     "news",
     [
-        # Nobody was let in: there is no rate to keep.
+        # No request was admitted: there is no rate.
         [(0.0, Events(8, running=8)), (0.1, Events(throttled=8)),
          *((tick / 2, Events()) for tick in range(1, 100))],
-        # A few were refused while slow answers hold the others back: that is no silence.
+        # A few were refused while slow answers hold the others back: that is not silence.
         [(0.0, Events(64, running=64)), (0.1, Events(throttled=5, running=59)),
          *((tick / 2, Events(running=59)) for tick in range(1, 100)),
          (50.0, Events(5, 59, running=5)), (60.0, Events(clean=5)), (600.0, Events())],
@@ -193,14 +193,14 @@ def test_fixed_windows_without_headers_are_used(rate, latency):
         [(float(second), Events(20, throttled=second % 100 == 99)) for second in range(600)],
     ],
 )  # fmt: skip
-def test_there_is_no_pace_without_refusals_that_show_a_rate(news):
+def test_no_pace_without_refusals_that_show_a_rate(news):
     pace = Pace(0.0)
     for now, events in news:
         pace.update(now, events)
         assert pace.per_s is None
 
 
-def test_errors_of_the_server_hold_the_pace():
+def test_server_errors_do_not_increase_the_pace():
     pace, tick = Pace(0.0), 0
     while pace.per_s is None:  # of ten requests a tick two are admitted
         tick += 1
@@ -224,7 +224,7 @@ def test_errors_of_the_server_hold_the_pace():
         max_size=80,
     )
 )
-def test_the_pace_keeps_its_bounds(news):
+def test_pace_keeps_its_bounds(news):
     pace, now = Pace(0.0), 0.0
     for seconds, started, clean, throttled, trouble in news:
         now += seconds
@@ -250,9 +250,9 @@ SIGNALS = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(-3, 200), st.integers(1, 64), SIGNALS)
-def test_the_limit_keeps_its_bounds(maximum, start, heard):
+def test_concurrency_keeps_its_bounds(maximum, start, signals):
     controller, now, last_cut = AdaptiveConcurrency(maximum, start), 0.0, None
-    for signal, seconds, in_flight in heard:
+    for signal, seconds, in_flight in signals:
         now += seconds
         before = controller.limit
         controller.note_started(min(in_flight, before))
@@ -283,7 +283,7 @@ def test_the_limit_keeps_its_bounds(maximum, start, heard):
         (1000, 100, [("throttled", 9, 0, 80), ("throttled", 9, 14, 80), ("throttled", 9, 15, 64)]),
     ],
 )  # fmt: skip
-def test_the_limit_of_requests_in_flight(maximum, start, steps):
+def test_concurrency_after_cuts_and_clean_rounds(maximum, start, steps):
     controller = AdaptiveConcurrency(maximum, start)
     for signal, times, now, limit in steps:
         for _ in range(times):
@@ -292,7 +292,7 @@ def test_the_limit_of_requests_in_flight(maximum, start, steps):
         assert controller.limit == limit
 
 
-def test_an_unused_limit_does_not_grow():
+def test_unused_limit_does_not_increase():
     controller = AdaptiveConcurrency(1000, start=100)
     for _ in range(500):
         controller.note_started(79)
@@ -310,12 +310,12 @@ def test_an_unused_limit_does_not_grow():
         (e.ModelTimeout(""), "neutral"),
     ],
 )
-def test_what_an_error_means_for_the_rate(error, signal):
-    assert signal_of(error) == signal
+def test_rate_signal_of_errors(error, signal):
+    assert rate_signal(error) == signal
 
 
 @given(st.lists(st.sampled_from(["slow_start", "clean_round", "throttled"]), max_size=900))
-def test_a_history_is_bounded_and_keeps_its_ends(reasons):
+def test_history_is_bounded_and_keeps_its_ends(reasons):
     history = History(0.0)
     history.add(0.0, 32, "start")
     for n, reason in enumerate(reasons):

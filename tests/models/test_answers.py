@@ -62,13 +62,13 @@ def known(struct):
 def shown(answer, pieces, expected):
     """What an answer holds, by the names in `answers.yaml`; an id that is made up is null."""
     message = answer.message
-    given = {call[0] for call in expected["calls"]}
+    options = {call[0] for call in expected["calls"]}
     return {
         "content": message.content,
         "reasoning": message.reasoning_content,
         "raw": message.raw_content,
         "calls": [
-            [call.id if call.id in given else None, call.name, call.arguments]
+            [call.id if call.id in options else None, call.name, call.arguments]
             for call in message.tool_calls
         ],
         "details": message.reasoning_details,
@@ -83,7 +83,7 @@ def shown(answer, pieces, expected):
 
 
 @pytest.mark.parametrize("row", cases("answers"))
-def test_an_answer_is_read(kit, row):
+def test_answers_are_decoded(kit, row):
     expected = {**MESSAGE, **row.get("read", {})}
     for data, stream in answers_of(row, kit):
         for size in (1, None):  # byte by byte, and at once
@@ -94,12 +94,12 @@ def test_an_answer_is_read(kit, row):
             assert {name: found[name] for name in expected} == expected
 
 
-def test_a_stream_is_complete_with_its_finish_reason(kit):
+def test_stream_is_complete_with_its_finish_reason(kit):
     whole = kit.stream_of({"content": "a"}, done=False)
     assert kit.decode(whole, kit.SSE, stream=True).message.content == "a"
 
 
-def test_thinking_between_texts_goes_back_to_its_place():
+def test_thinking_between_texts_keeps_its_position():
     whole = [
         {"type": "text", "text": "First. "},
         {"type": "thinking", "thinking": "hm", "signature": "c2ln"},

@@ -12,7 +12,7 @@ from hermes_rl.testing import AnthropicServer
 
 few = settings(deadline=None, max_examples=40)
 text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40)
-words = text.filter(str.strip)
+texts = text.filter(str.strip)
 
 
 junk = st.recursive(
@@ -33,8 +33,8 @@ kinds = st.sampled_from(
 
 
 @few
-@given(st.lists(st.tuples(kinds, st.dictionaries(words, junk, max_size=3), junk), max_size=6))
-def test_events_of_any_shape_break_nothing(events):
+@given(st.lists(st.tuples(kinds, st.dictionaries(texts, junk, max_size=3), junk), max_size=6))
+def test_arbitrary_events_do_not_break_the_decoder(events):
     data = b"".join(
         messages_event(kind, **{"content_block": more, "delta": more, **fields, "message": more})
         for kind, fields, more in events
@@ -76,6 +76,6 @@ requests = st.fixed_dictionaries(
 
 @few
 @given(requests)
-def test_a_server_reads_or_refuses_any_request(body):
+def test_server_decodes_or_refuses_any_request(body):
     with contextlib.suppress(ValueError):
         AnthropicServer().decode_request(json.dumps(body).encode())

@@ -10,14 +10,18 @@ from hermes_rl.models import Endpoint, connect
 from hermes_rl.testing import FakeConfig, FakeServer
 
 
-async def test_the_official_client_hears_the_usage_of_the_cache():
+async def test_official_client_reads_cache_usage():
     marked = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Count."}]}
+    model_request = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "Count."}],
+    }
     async with FakeServer() as server:
         root = server.base_url.removesuffix("/v1")
         async with anthropic.AsyncAnthropic(base_url=root, api_key="k", max_retries=0) as client:
-            one = await client.messages.create(**asked, system=marked)
-            async with client.messages.stream(**asked, system=marked) as stream:
+            one = await client.messages.create(**model_request, system=marked)
+            async with client.messages.stream(**model_request, system=marked) as stream:
                 two = await stream.get_final_message()
     assert one.usage.cache_creation_input_tokens == server.entries[0].prompt_tokens
     assert (one.usage.input_tokens, one.usage.cache_read_input_tokens) == (0, 0)
@@ -29,7 +33,7 @@ BASES = ["", "/v1", "/v1/", "/v1/messages"]
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("transport", ["http", "sdk"])
-async def test_a_base_url_may_end_anywhere(kit, base, transport):
+async def test_base_url_may_end_at_any_part_of_the_route(kit, base, transport):
     """And the headers are the dialect's, whatever the package would send."""
     seen = []
 
@@ -54,18 +58,18 @@ async def test_a_base_url_may_end_anywhere(kit, base, transport):
     assert keys == [("k-1", "Bearer k-1"), (None, None)]
 
 
-async def test_what_the_next_turn_reads_from_the_cache(kit):
+async def test_next_turn_reads_marked_prefix_from_cache(kit):
     """A turn writes what is new and reads what the last one wrote."""
     usages = []
     async with FakeServer(FakeConfig(script="echo-2")) as server:
         client = connect(Endpoint(server.base_url, api_mode="anthropic_messages"))
-        asked = kit.request("hi", "m", cache="5m")
+        model_request = kit.request("hi", "m", cache="5m")
         for _ in range(3):
-            answer = await client.complete(asked)
+            answer = await client.complete(model_request)
             usages.append(answer.usage)
-            asked.conversation.append(answer.message)
+            model_request.conversation.append(answer.message)
             for call in answer.message.tool_calls:
-                asked.conversation.append(
+                model_request.conversation.append(
                     ToolMessage(tool_call_id=call.id, name=call.name, content="ok")
                 )
         await client.aclose()

@@ -14,10 +14,10 @@ from hermes_rl.models.rate import (
     Bucket,
     Buckets,
     Estimate,
-    Expectation,
     Limiter,
     Quota,
     Rates,
+    UsageEstimator,
     read_quotas,
 )
 from hermes_rl.testing import RateLimits
@@ -32,7 +32,7 @@ def openai(kind, limit, remaining, reset):
     return {f"x-ratelimit-{n}-{kind}": str(v) for n, v in zip(names, values, strict=True)}
 
 
-def test_the_spelling_of_openai():
+def test_openai_headers_are_read():
     headers = openai("requests", 500, 499, "120ms") | openai("tokens", 30000, 29000, "6m0.5s")
     assert read_quotas(headers, NOW) == (
         Quota(kind="requests", limit=500, remaining=499, reset_s=0.12),
@@ -40,7 +40,7 @@ def test_the_spelling_of_openai():
     )
 
 
-def test_the_spelling_of_anthropic():
+def test_anthropic_headers_are_read():
     headers = {
         "anthropic-ratelimit-requests-limit": "50",
         "anthropic-ratelimit-requests-remaining": "49",
@@ -77,12 +77,12 @@ def test_the_spelling_of_anthropic():
         ("2027-09-21T14:13:10Z", None),
     ],
 )
-def test_resets(text, seconds):
+def test_resets_are_read(text, seconds):
     (quota,) = read_quotas(openai("requests", 10, 5, text), NOW)
     assert quota.reset_s == seconds
 
 
-def test_what_is_no_limit_is_none():
+def test_unlimited_or_other_headers_give_no_quota():
     assert read_quotas({"retry-after": "5", "x-ratelimit-limit-images": "3"}, NOW) == ()
     assert read_quotas(openai("requests", -1, -1, -1), NOW) == ()
 
@@ -100,14 +100,14 @@ def test_what_is_no_limit_is_none():
         st.text(max_size=30) | st.from_regex(r"[0-9.:TZ+hms-]{0,30}", fullmatch=True),
     )
 )
-def test_any_header_is_survived(headers):
+def test_any_header_is_parsed_safely(headers):
     for quota in read_quotas(headers, NOW):
         for number in (quota.limit, quota.remaining, quota.reset_s, quota.per_s(60.0)):
             assert number is None or (number >= 0 and math.isfinite(number))
         assert (quota.per_s(60.0) or 1.0) >= 1 / 60, "no header stops a run"
 
 
-def test_rates_follow_from_limit_and_reset():
+def test_rate_follows_from_limit_and_reset():
     assert Quota(kind="requests", limit=500, remaining=499, reset_s=0.12).per_s(60) == 500 / 60
     # A second's limit that calls itself one of a minute is not throttled sixtyfold.
     assert Quota(kind="requests", limit=10, remaining=5, reset_s=0.5).per_s(60) == 10
@@ -115,7 +115,7 @@ def test_rates_follow_from_limit_and_reset():
     assert Quota(kind="requests", limit=1e-9, remaining=0, reset_s=5).per_s(60) is None
 
 
-def test_a_bucket_fills_and_a_debt_is_worked_off():
+def test_bucket_refills_after_a_debt():
     bucket = Bucket(10.0, 50.0, 0.0)
     assert bucket.wait_s(50, 0.0) == 0
     bucket.balance -= 80
@@ -125,7 +125,7 @@ def test_a_bucket_fills_and_a_debt_is_worked_off():
     assert bucket.wait_s(1000, 100.0) == 0  # larger than the bucket: a full one will do
 
 
-def test_what_was_reserved_and_not_used_comes_back():
+def test_unused_reservations_return_to_buckets():
     buckets = Buckets(Rates(input_tokens=1200, requests=60), 0.0)
     reserved = {"requests": 1.0, "input_tokens": 100.0}
     assert buckets.wait_s(reserved, 0.0) == 0
@@ -138,7 +138,7 @@ def test_what_was_reserved_and_not_used_comes_back():
     assert buckets.by_kind["input_tokens"].balance == -220
 
 
-def test_limits_are_learned_and_what_is_left_is_not_exceeded():
+def test_limits_are_learned_and_remaining_amounts_obeyed():
     buckets = Buckets(Rates(), 0.0)
     assert buckets.wait_s({"requests": 1.0}, 0.0) == 0
     buckets.learn([Quota(kind="requests", limit=60, remaining=2, reset_s=58)], 0.0)
@@ -150,15 +150,15 @@ def test_limits_are_learned_and_what_is_left_is_not_exceeded():
     assert buckets.by_kind["requests"].per_s == pytest.approx(2, rel=0.05)
 
 
-def test_a_configured_limit_stays():
+def test_configured_limit_is_not_overridden():
     buckets = Buckets(Rates(requests=60), 0.0)
     buckets.learn([Quota(kind="requests", limit=6000, remaining=0, reset_s=60)], 0.0)
     assert buckets.by_kind["requests"].per_s == 1
     assert buckets.by_kind["requests"].balance == 0
 
 
-def test_estimates_come_to_fit():
-    expected = Expectation()
+def test_estimates_converge_to_actual_use():
+    expected = UsageEstimator()
     estimate = Estimate(input_tokens=4000, output_tokens=8000)
     assert expected.charge(estimate)["tokens"] == 12000
     for _ in range(60):
@@ -172,7 +172,7 @@ def test_estimates_come_to_fit():
     assert expected.charge(estimate)["tokens"] == pytest.approx(1050, rel=0.01)
 
 
-async def test_a_limiter_keeps_the_rate_of_requests():
+async def test_limiter_keeps_the_request_rate():
     limiter = Limiter(100, rates=Rates(requests=60 * 100))  # 100 a second, 500 at first
     limiter.rate.buckets.by_kind["requests"].balance = 0
     began = time.monotonic()
@@ -189,19 +189,17 @@ async def test_a_limiter_keeps_the_rate_of_requests():
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])
 @pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages"])
-async def test_the_first_refusal_tells_the_limits(stage, kit, mode, transport):
+async def test_limits_are_learned_from_the_first_refusal(stage, kit, mode, transport):
     async with stage() as s:
         server = await s.server(rate=RateLimits(requests=60, burst_s=1.0))
         client = s.client(server, api_mode=mode, transport=transport)
-        await client.complete(
-            kit.request()
-        )  # takes all there is, and this limiter hears nothing of it
+        await client.complete(kit.request())  # empties the bucket without this limiter
         limiter = Limiter(100)
         route = Route.single("", client, limiter)
         calling = s.caller(route, policy=RetryPolicy(base_s=0.01, outage_s=0.0))
         with pytest.raises(ModelError):
             await calling.call(kit.request(), turn=1)
-        told = limiter.rate.buckets.by_kind["requests"]
-        assert told.capacity == 60
-        assert told.balance <= 1
+        reported = limiter.rate.buckets.by_kind["requests"]
+        assert reported.capacity == 60
+        assert reported.balance <= 1
         assert limiter.rate.buckets.wait_s({"requests": 1.0}, time.monotonic()) > 0

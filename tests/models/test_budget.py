@@ -20,7 +20,7 @@ from hermes_rl.models.rate import (
     Report,
     Spend,
     UnitSpending,
-    may_spend,
+    units_allowed_to_spend,
 )
 
 WORKERS = ("a", "b", "c")
@@ -40,7 +40,7 @@ def lease_of(coordinator, worker):
     return lease, exchange
 
 
-async def test_a_budget_waits_for_reservations_and_refuses_what_cannot_fit():
+async def test_budget_waits_for_reservations_and_refuses_excess():
     coordinator = coordinate({"run:tokens": 100}, {"run:tokens": 20})
     one, exchange_one = lease_of(coordinator, "a")
     two, exchange_two = lease_of(coordinator, "b")
@@ -82,7 +82,7 @@ BUDGET_STEPS = st.lists(
     steps=[("reserve", "a", 1), ("exchange", "a", 0), ("exchange", "a", 0), ("reserve", "a", 0)],
     limit=0,
 )
-def test_a_budget_is_never_overdrawn(steps, limit):
+def test_budget_is_never_exceeded_by_concurrent_calls(steps, limit):
     asyncio.run(spend(steps, limit))
 
 
@@ -118,7 +118,7 @@ async def spend(steps, limit):
 
 
 async def finish(sides, waiting, calls):
-    """Nobody waits for ever: once all calls end, each that waits is served or refused."""
+    """Once all calls have ended, each waiting one is served or refused."""
     for _ in range(600):
         for worker, (lease, exchange) in sides.items():
             while calls[worker]:
@@ -137,7 +137,7 @@ async def finish(sides, waiting, calls):
     raise AssertionError(f"calls wait for ever: {waiting}")
 
 
-async def test_a_dead_workers_lease_counts_as_spent():
+async def test_lease_of_a_lost_worker_counts_as_spent():
     coordinator = coordinate({"run:tokens": 100})
     lease, exchange = lease_of(coordinator, "a")
     task = asyncio.create_task(lease.reserve(70))
@@ -148,7 +148,7 @@ async def test_a_dead_workers_lease_counts_as_spent():
     assert coordinator.summary().spent == {"run:tokens": 70}
 
 
-async def test_a_units_budget_stands_beside_the_runs():
+async def test_unit_budget_applies_with_the_run_budget():
     coordinator = coordinate({"run:tokens": 1000})
     lease, exchange = lease_of(coordinator, "a")
     unit = Budget({"run:tokens": lease}, limits={UNIT_USD: NANO})
@@ -168,7 +168,7 @@ async def test_a_units_budget_stands_beside_the_runs():
     assert coordinator.summary().spent == {"run:tokens": 60}
 
 
-async def test_a_unit_has_tokens_too():
+async def test_unit_budget_in_tokens_and_dollars():
     unit = Budget({}, limits={UNIT_TOKENS: 100, UNIT_USD: NANO})
     held = await unit.reserve("m", Spend(tokens=60, usd=0.1))
     waiting = asyncio.create_task(unit.reserve("m", Spend(tokens=60, usd=0.1)))
@@ -185,7 +185,7 @@ async def test_a_unit_has_tokens_too():
         await unit.reserve("m", Spend(tokens=1, usd=0.0))
 
 
-async def test_costs_that_answers_report_use_a_budget_up_without_a_price():
+async def test_reported_costs_exhaust_a_budget_without_prices():
     """A call without a price reserves nothing; what it cost is known after it."""
     free, half = Spend(tokens=1, usd=None), Spend(tokens=1, usd=0.5)
     budget = Budget({}, limits={UNIT_USD: NANO})
@@ -202,7 +202,7 @@ async def test_costs_that_answers_report_use_a_budget_up_without_a_price():
         await shared.reserve("m", free)
 
 
-async def test_a_call_that_gives_up_gives_back():
+async def test_cancelled_reservation_is_returned():
     coordinator = coordinate({"run:tokens": 100, "run:usd": 10**9})
     tokens, usd = Lease("run:tokens"), Lease("run:usd")
     tokens.take_grant(LeaseGrant(budget="run:tokens", add=100, most=100))
@@ -233,7 +233,7 @@ AT_ITS_TOOLS = [UnitSpending(1, spent=100), waiting(2, spent=10)]
 @pytest.mark.parametrize(
     ("units", "left", "average", "more", "places"),
     [
-        # While nobody knows what a unit costs, few begin.
+        # While the cost of a unit is unknown, few begin.
         (NEW, 2 * CALLS * WORST, None, 60, {0, 1}),
         (NEW, WORST, None, 60, {0}),
         (NEW, 120 * CALLS * WORST, None, 60, None),
@@ -248,8 +248,8 @@ AT_ITS_TOOLS = [UnitSpending(1, spent=100), waiting(2, spent=10)]
         ([waiting(-1), waiting(-1), waiting(0)], 3 * WORST, 300, 9, {-1, 0}),
     ],
 )
-def test_which_units_may_spend(units, left, average, more, places):
-    assert may_spend(units, left, Costs(WORST, average), more=more) == places
+def test_units_that_may_spend(units, left, average, more, places):
+    assert units_allowed_to_spend(units, left, Costs(WORST, average), more=more) == places
 
 
 @settings(deadline=None, max_examples=60)
@@ -258,7 +258,7 @@ def test_which_units_may_spend(units, left, average, more, places):
     st.integers(0, 4000),
     st.integers(1, 3),
 )
-def test_units_end_or_are_refused_and_the_budget_holds(units, limit, workers):
+def test_units_finish_or_are_refused_within_the_budget(units, limit, workers):
     """Units of so many calls of so much, spread over workers, all begun at once."""
     finished, spent = asyncio.run(work(units, limit, workers))
     assert spent <= limit

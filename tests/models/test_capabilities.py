@@ -81,12 +81,14 @@ async def serving(reply: Answer, most_top: int = 20) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("raw", "ids", "most"), [(False, "vllm", 20), (True, "sglang", 5), (False, None, 0)]
 )
-async def test_an_engine_is_found_out(raw: bool, ids: str | None, most: int) -> None:
+async def test_capabilities_of_an_engine_are_detected(
+    raw: bool, ids: str | None, most: int
+) -> None:
     prices = PriceTable({"m": ModelPrice(Rates(input=Decimal(1), output=Decimal(1)))})
-    asked: list[dict[str, Any]] = []
+    model_request: list[dict[str, Any]] = []
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
-        asked.append(body)
+        model_request.append(body)
         return answer(body, raw=raw, ids=ids)
 
     async with serving(reply, most) as base_url:
@@ -97,14 +99,14 @@ async def test_an_engine_is_found_out(raw: bool, ids: str | None, most: int) -> 
     assert found.logprobs == (None if not most else "raw" if raw else "sampling")
     assert found.token_ids == ids
     refused = [call for call in found.calls if call.error]
-    assert len(found.calls) - len(refused) == len(asked) <= 7
+    assert len(found.calls) - len(refused) == len(model_request) <= 7
     served = [call for call in found.calls if not call.error]
     assert all(call.usage and call.cost_usd == pytest.approx(11e-6) for call in served)
-    assert all(0 < (body.get("max_tokens") or 0) <= MAX_TOKENS for body in asked)
+    assert all(0 < (body.get("max_tokens") or 0) <= MAX_TOKENS for body in model_request)
     assert json.dumps(found.as_dict())
 
 
-async def test_the_fake_server_in_all_dialects() -> None:
+async def test_capabilities_in_all_dialects() -> None:
     async with FakeServer(FakeConfig(key="sk-right-key")) as server:
         for mode, base in (
             ("chat_completions", server.base_url),
@@ -131,7 +133,7 @@ async def test_the_fake_server_in_all_dialects() -> None:
         {"content": [{"top_logprobs": [{"token": "A", "logprob": 10**400}]}]},
     ],
 )
-async def test_odd_logprobs_are_none(logprobs: Any) -> None:
+async def test_invalid_logprobs_are_ignored(logprobs: Any) -> None:
     def reply(body: dict[str, Any]) -> dict[str, Any]:
         form = answer({k: v for k, v in body.items() if k != "logprobs"})
         form["choices"][0]["logprobs"] = logprobs
@@ -142,7 +144,7 @@ async def test_odd_logprobs_are_none(logprobs: Any) -> None:
     assert (found.answers, found.logprobs) == (True, None)
 
 
-async def test_a_model_that_fails_is_not_asked_again() -> None:
+async def test_failing_model_is_probed_once() -> None:
     async with FakeServer(FakeConfig(models=("other",))) as server:
         found = await Probe(Endpoint(server.base_url), "m").capabilities()
     assert not found.answers
@@ -150,7 +152,7 @@ async def test_a_model_that_fails_is_not_asked_again() -> None:
     assert found.calls[0].error is not None
 
 
-async def test_a_server_that_has_another_name_for_the_bound_can_be_asked() -> None:
+async def test_renamed_output_limit_can_be_probed() -> None:
     async with FakeServer() as server:
         found = await Probe(Endpoint(server.base_url), "fault-old_cap").capabilities()
     assert found.answers
@@ -159,15 +161,15 @@ async def test_a_server_that_has_another_name_for_the_bound_can_be_asked() -> No
     assert sum(call.error is not None for call in found.calls) == 1
 
 
-async def test_all_questions_hold_the_users_own_fields() -> None:
-    asked: list[dict[str, Any]] = []
+async def test_probes_send_extra_body_fields() -> None:
+    model_request: list[dict[str, Any]] = []
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
-        asked.append(body)
+        model_request.append(body)
         return answer(body)
 
     pinned = {"provider": {"order": ["one"]}}
     async with serving(reply) as address:
         await Probe(Endpoint(address), "m", extra=pinned).capabilities()
-    assert len(asked) > 5
-    assert all(body["provider"] == {"order": ["one"]} for body in asked)
+    assert len(model_request) > 5
+    assert all(body["provider"] == {"order": ["one"]} for body in model_request)

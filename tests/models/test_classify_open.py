@@ -60,19 +60,19 @@ def check(error):
 
 @settings(max_examples=300)
 @given(status=st.integers(300, 599), body=bodies, kind=st.text(max_size=20))
-def test_any_body(status, body, kind):
+def test_any_error_body_is_classified(status, body, kind):
     check(classify_response(status, {"x-amzn-errortype": kind}, body, secrets=(KEY,)))
 
 
 @settings(max_examples=200)
 @given(error=values)
-def test_any_error_in_an_answer(error):
+def test_any_error_in_an_answer_is_classified(error):
     check(classify_in_answer(error, {}, secrets=(KEY,)))
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"error":' * 20_000, b'"' * 70_000, b"{}" * 9])
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-def test_large_and_deep_bodies(status, body):
+def test_large_and_deep_error_bodies_are_bounded(status, body):
     check(classify_response(status, {}, body))
 
 
@@ -92,7 +92,7 @@ def of_sdk(status, form):
     return openai.APIStatusError("boom", response=response, body=None)
 
 
-def test_the_answer_that_an_sdk_error_holds():
+def test_response_of_an_sdk_exception_is_classified():
     error = classify_exception(
         of_sdk(429, {"error": {"message": f"quota {KEY}", "code": "insufficient_quota"}}),
         secrets=(KEY,),
@@ -102,7 +102,7 @@ def test_the_answer_that_an_sdk_error_holds():
     assert KEY not in str(error)
 
 
-def test_the_answer_at_the_end_of_a_chain():
+def test_response_in_an_exception_chain_is_classified():
     deep = chained(
         RuntimeError("a"), ValueError("b"), KeyError("c"), TypeError("d"), of_sdk(529, {})
     )
@@ -136,23 +136,23 @@ CERTIFICATE = ssl.SSLCertVerificationError(
          e.ContextOverflow, "context_overflow"),
     ],
 )  # fmt: skip
-def test_exceptions(error, kind, reason):
+def test_exceptions_are_classified(error, kind, reason):
     found = classify_exception(error)
     assert (type(found), found.reason) == (kind, reason)
 
 
-def test_only_what_was_refused_is_surely_not_served():
+def test_only_refused_connections_are_surely_not_served():
     refused = classify_exception(ConnectionRefusedError(111, "refused"))
     assert refused.served is False
     assert classify_exception(ConnectionResetError(104, "reset")).served is True
 
 
 @pytest.mark.parametrize("bug", [ZeroDivisionError("x"), KeyError("message"), ValueError("bad")])
-def test_a_bug_is_no_failure_of_the_model(bug):
+def test_other_exceptions_are_bugs(bug):
     assert classify_exception(bug) is None
 
 
-def test_a_chain_in_a_circle_ends():
+def test_circular_exception_chain_ends():
     one, two = RuntimeError("one"), RuntimeError("two")
     one.__cause__, two.__cause__ = two, one
     assert classify_exception(one) is None

@@ -39,7 +39,7 @@ def script(*steps):
     return "Do this.\nSCRIPT: " + json.dumps(steps)
 
 
-async def test_nobody_listens(ask, transport):
+async def test_refused_connection_is_typed(ask, transport):
     async with FakeServer() as server:
         url = server.base_url
     with pytest.raises(e.ConnectionLost, match=r"cannot reach 127\.0\.0\.1") as caught:
@@ -47,7 +47,7 @@ async def test_nobody_listens(ask, transport):
     assert caught.value.served is False
 
 
-async def test_no_connection_in_time(ask, transport):
+async def test_connect_timeout_is_typed(ask, transport):
     """A listener whose backlog is full: the connection is never made."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -66,7 +66,7 @@ async def test_no_connection_in_time(ask, transport):
 
 
 @STREAMED
-async def test_cancelled_in_flight(kit, transport, stream):
+async def test_cancelled_request_closes_its_connection(kit, transport, stream):
     async with FakeServer(FakeConfig(latency_s=30)) as server:
         client, events = connect(Endpoint(server.base_url, transport=transport)), kit.Events()
         task = asyncio.create_task(kit.rollout(kit.caller(client, events), stream=stream))
@@ -97,7 +97,7 @@ async def test_sampling_and_extra_fields_reach_the_wire(kit, stream):
     )
     async with Spy() as server:
         client = connect(Endpoint(server.base_url))
-        asked = kit.request(
+        model_request = kit.request(
             [SystemMessage(content="s"), UserMessage(content="u")],
             stream=stream,
             tools=kit.TERMINAL,
@@ -106,7 +106,7 @@ async def test_sampling_and_extra_fields_reach_the_wire(kit, stream):
             token_ids=True,
             extra={"service_tier": "flex"},
         )
-        await client.complete(asked)
+        await client.complete(model_request)
         await client.aclose()
     streaming = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     assert bodies == [
@@ -129,19 +129,19 @@ async def test_sampling_and_extra_fields_reach_the_wire(kit, stream):
     ]
 
 
-async def test_a_large_request_arrives_whole(ask, transport):
+async def test_large_request_arrives_complete(ask, transport):
     text = "é" * 3_000_000
     async with FakeServer() as server:
         answer = await ask(server, text, transport=transport)
     assert answer.usage.input_tokens == 4 + len(text) // 4
 
 
-async def test_nothing_caps_the_requests_in_flight(kit, transport):
+async def test_requests_in_flight_are_not_limited_by_the_client(kit, transport):
     agents = 400 if transport == "http" else 120
     async with FakeServer(FakeConfig(hold_at=1)) as server:
         client = connect(Endpoint(server.base_url, transport=transport))
-        asked = [client.complete(kit.request(stream=True)) for _ in range(agents)]
-        waiting = asyncio.gather(*asked, return_exceptions=True)
+        model_request = [client.complete(kit.request(stream=True)) for _ in range(agents)]
+        waiting = asyncio.gather(*model_request, return_exceptions=True)
         await kit.until(lambda: server.in_flight == agents)
         waiting.cancel()
         await asyncio.wait([waiting])

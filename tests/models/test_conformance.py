@@ -54,20 +54,20 @@ EPISODE = script(
     {"text": "All is well.\n\nBye.", "finish": "stop"},
 )
 
-BOOKS = ("input_tokens", "output_tokens", "reasoning_tokens", "total_tokens")
+COUNTS = ("input_tokens", "output_tokens", "reasoning_tokens", "total_tokens")
 
 
-async def play(kit, client, asked):
+async def play(kit, client, model_request):
     """Calls until the answer asks for no tool; each tool result is its call's arguments."""
     answers = []
     for turn in range(20):
-        bound = client.bound(asked)
-        answer = await client.complete(replace(asked, call_id=f"call-{turn}"))
+        bound = client.bound(model_request)
+        answer = await client.complete(replace(model_request, call_id=f"call-{turn}"))
         assert bound >= answer.usage.input_tokens
         answers.append(answer)
-        asked.conversation.append(answer.message)
+        model_request.conversation.append(answer.message)
         for call in answer.message.tool_calls:
-            asked.conversation.append(
+            model_request.conversation.append(
                 ToolMessage(tool_call_id=call.id, name=call.name, content=call.arguments)
             )
         if not answer.message.tool_calls:
@@ -80,8 +80,10 @@ async def episode(kit, wire):
     async with FakeServer(FakeConfig(key=KEY)) as server:
         client = client_of(server, wire)
         sampling = replace(SHORT, temperature=1.0, seed=7)
-        asked = kit.request(EPISODE, "m", stream=wire[2], sampling=sampling, tools=kit.TERMINAL)
-        answers = await play(kit, client, asked)
+        model_request = kit.request(
+            EPISODE, "m", stream=wire[2], sampling=sampling, tools=kit.TERMINAL
+        )
+        answers = await play(kit, client, model_request)
         await client.aclose()
     calls = []
     for answer, entry in zip(answers, server.entries, strict=True):
@@ -91,12 +93,12 @@ async def episode(kit, wire):
         assert answer.usage.reasoning_tokens == entry.reasoning_tokens
         assert answer.usage.cache_read_tokens == entry.cached_tokens
         assert json.loads(answer.usage_raw)
-        books = [getattr(answer.usage, name) for name in BOOKS]
-        calls.append((answer.finish_reason, answer.served_model, *books))
-    return calls, [told(message) for message in asked.conversation]
+        counts = [getattr(answer.usage, name) for name in COUNTS]
+        calls.append((answer.finish_reason, answer.served_model, *counts))
+    return calls, [reported(message) for message in model_request.conversation]
 
 
-def told(message):
+def reported(message):
     """A message without opaque blocks, which each provider has its own of, and without ids."""
     if isinstance(message, AssistantMessage):
         calls = [(call.name, call.arguments) for call in message.tool_calls]
@@ -129,7 +131,7 @@ MESSAGES = [
 ]
 
 
-async def test_an_episode_is_the_same_on_every_wire(kit, wire):
+async def test_episode_is_identical_on_every_wire(kit, wire):
     calls, messages = await episode(kit, wire)
     assert calls == CALLS
     assert messages == [UserMessage(content=EPISODE), *MESSAGES]
@@ -141,8 +143,8 @@ async def asking(server, wire, kit, key=KEY, **options):
     client = client_of(server, wire, key, **options)
 
     async def ask(prompt="hi", model="echo"):
-        asked = kit.request(prompt, model, stream=wire[2], sampling=SHORT)
-        return await client.complete(asked)
+        model_request = kit.request(prompt, model, stream=wire[2], sampling=SHORT)
+        return await client.complete(model_request)
 
     try:
         yield ask
@@ -181,7 +183,7 @@ async def test_refusals_are_typed(kit, wire):
     assert server.requests == len(REFUSED) + 1, "the packages' own retries are off"
 
 
-async def test_a_wrong_key_is_final_and_shown_nowhere(kit, wire):
+async def test_wrong_key_is_final_and_never_shown(kit, wire):
     async with FakeServer(FakeConfig(key="another-key")) as server:
         client, events = client_of(server, wire), kit.Events()
         with pytest.raises(e.AuthError) as caught:
@@ -193,7 +195,7 @@ async def test_a_wrong_key_is_final_and_shown_nowhere(kit, wire):
     assert not any(KEY in text or KEY[4:] in text for text in seen)
 
 
-async def test_a_hint_to_wait(kit, wire):
+async def test_retry_hints_are_read(kit, wire):
     config = FakeConfig(faults=FaultPlan(retry_after_s=7.5))
     async with FakeServer(config) as server, asking(server, wire, kit) as ask:
         hints = []
@@ -209,7 +211,7 @@ async def test_a_hint_to_wait(kit, wire):
 BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ServerError}
 
 
-async def test_lost_answers_may_be_served(kit, wire):
+async def test_lost_answers_count_as_possibly_served(kit, wire):
     begins, goes_on = Timeouts(first_byte_s=0.15), Timeouts(idle_s=0.15)
     async with (
         FakeServer() as server,
@@ -222,7 +224,7 @@ async def test_lost_answers_may_be_served(kit, wire):
                 await ask(model=f"fault-{fault}")
             assert (fault, type(caught.value)) == (fault, kind)
             assert (caught.value.served, caught.value.transient) == (True, True)
-        with pytest.raises(e.ModelTimeout, match="stood still") as caught:
+        with pytest.raises(e.ModelTimeout, match="stalled") as caught:
             await ask_shortly(model="fault-stall_mid")
         assert caught.value.served is True
         with pytest.raises(e.ModelTimeout, match="within") as caught:
@@ -232,7 +234,7 @@ async def test_lost_answers_may_be_served(kit, wire):
     assert {entry.outcome for entry in server.entries} - {"dropped"} == {"cut"}
 
 
-async def test_usage_only_from_a_complete_object(kit, wire):
+async def test_usage_is_read_only_from_complete_objects(kit, wire):
     async with FakeServer() as server, asking(server, wire, kit) as ask:
         for fault in ("no_usage", "partial_usage"):
             answer = await ask(model=f"fault-{fault}")
@@ -242,7 +244,7 @@ async def test_usage_only_from_a_complete_object(kit, wire):
                 assert answer.usage_raw == raw
 
 
-async def test_answers_that_end_early(kit, wire):
+async def test_early_finish_reasons_are_kept(kit, wire):
     async with FakeServer() as server, asking(server, wire, kit) as ask:
         empty = await ask(script(""))
         cut = await ask(script({"text": "The answ", "finish": "length"}))
@@ -254,12 +256,12 @@ async def test_answers_that_end_early(kit, wire):
     assert (cut.message.content, cut.finish_reason) == ("The answ", "length")
 
 
-async def test_streamed_text_comes_in_pieces(kit, wire):
+async def test_streamed_text_arrives_in_chunks(kit, wire):
     pieces, text = [], "word " * 40
     async with FakeServer() as server:
         client = client_of(server, wire)
-        asked = kit.request(script(text), stream=wire[2], sampling=SHORT)
-        await client.complete(replace(asked, on_delta=pieces.append))
+        model_request = kit.request(script(text), stream=wire[2], sampling=SHORT)
+        await client.complete(replace(model_request, on_delta=pieces.append))
         await client.aclose()
     assert "".join(pieces) == text
     assert len(pieces) > 5 if wire[2] else len(pieces) == 1
@@ -279,11 +281,11 @@ HISTORY = (
     ),
     ToolMessage(tool_call_id="call_1", name="terminal", content="a.png"),
     ToolMessage(tool_call_id="call_2", name="terminal", content="nothing ünïcode"),
-    UserMessage(content="Go on."),
+    UserMessage(content="Continue."),
 )
 
 
-async def test_what_is_sent_is_understood(kit, wire):
+async def test_server_decodes_what_client_sends(kit, wire):
     """Images, parallel calls and their results, tools, sampling: the other side reads the same."""
     seen = []
 
@@ -295,8 +297,10 @@ async def test_what_is_sent_is_understood(kit, wire):
     async with Spy() as server:
         client = client_of(server, wire)
         sampling = replace(SHORT, temperature=0.5, stop=() if "responses" in wire[0] else ("END",))
-        asked = kit.request(HISTORY, "m", stream=wire[2], tools=kit.TERMINAL, sampling=sampling)
-        await client.complete(asked)
+        model_request = kit.request(
+            HISTORY, "m", stream=wire[2], tools=kit.TERMINAL, sampling=sampling
+        )
+        await client.complete(model_request)
         await client.aclose()
     (read,) = seen
     # Two of the three wires name no tool in a result.
@@ -314,7 +318,7 @@ def nameless(message):
 async def test_connections_are_reused(kit, wire):
     async with FakeServer() as server:
         client = client_of(server, wire)
-        asked = kit.request("hi", "echo-6", stream=wire[2], tools=kit.TERMINAL)
-        answers = await play(kit, client, asked)
+        model_request = kit.request("hi", "echo-6", stream=wire[2], tools=kit.TERMINAL)
+        answers = await play(kit, client, model_request)
         await client.aclose()
     assert (len(answers), server.connections_made) == (7, 1)

@@ -17,7 +17,7 @@ from hermes_rl.models.rate import (
     Report,
     decode_grant,
     decode_report,
-    divide,
+    divide_slots,
     encode,
 )
 
@@ -26,7 +26,7 @@ LANE = "host|KEY|model"
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -43,14 +43,16 @@ DEMANDS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 50), min_s
 
 
 @given(st.integers(-2, 200), DEMANDS, st.integers(0, 9))
-def test_shares_are_fair(limit, demands, turn):
-    shares = divide(limit, demands, turn)
+def test_slots_are_divided_fairly(limit, demands, turn):
+    shares = divide_slots(limit, demands, turn)
     assert sum(shares.values()) <= max(0, limit)
     assert sum(shares.values()) >= min(max(0, limit), sum(demands.values()))
     for name, share in shares.items():
         if share < demands[name]:  # whoever lacks has no less than anybody else, a unit apart
             assert share >= max(shares.values()) - 1
-    served = [n for t in range(len(demands)) for n, s in divide(limit, demands, t).items() if s]
+    served = [
+        n for t in range(len(demands)) for n, s in divide_slots(limit, demands, t).items() if s
+    ]
     assert limit < 1 or {n for n, demand in demands.items() if demand} <= {*served}, "in turn"
 
 
@@ -104,7 +106,7 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=100)
 @given(STEPS)
-def test_all_workers_together_never_exceed_a_limit_that_did_not_fall(steps):
+def test_workers_together_never_exceed_the_limit(steps):
     fleet, grants, highest = Fleet(), {}, 12
     for what, worker, number in steps:
         if what == "start":
@@ -131,7 +133,7 @@ def test_all_workers_together_never_exceed_a_limit_that_did_not_fall(steps):
         assert fleet.out() <= highest
 
 
-def test_a_dead_workers_part_goes_to_the_others():
+def test_slots_of_a_lost_worker_are_reused():
     fleet = Fleet()
     fleet.exchange("a", 6)
     fleet.exchange("b", 6)
@@ -140,7 +142,7 @@ def test_a_dead_workers_part_goes_to_the_others():
     assert fleet.slots["b"] == 12
 
 
-def test_a_bucket_is_divided_and_never_handed_out_twice():
+def test_bucket_contents_are_granted_once():
     clock = Clock()
     coordinator = coordinate(clock, rates=Rates(requests=60.0, input_tokens=6000.0))
     balances = {w: {"requests": 0.0, "input_tokens": 0.0} for w in WORKERS}
@@ -162,7 +164,7 @@ def test_a_bucket_is_divided_and_never_handed_out_twice():
     assert used["input_tokens"] <= 120 * 100 + 500
 
 
-def test_headers_of_one_worker_bind_all():
+def test_headers_seen_by_one_worker_apply_to_all():
     coordinator = coordinate(Clock())
     quota = Quota(kind="requests", limit=60, remaining=2, reset_s=58)
     coordinator.handle(
@@ -178,7 +180,7 @@ def test_headers_of_one_worker_bind_all():
     assert received == 2
 
 
-def test_a_bucket_is_divided_whoever_reports_first_after_a_refill():
+def test_bucket_is_divided_fairly_after_a_refill():
     clock = Clock()
     coordinator = coordinate(clock, rates=Rates(requests=60.0))
     waits = LaneReport(lane=LANE, demand=4, want={"requests": 8}, first={"requests": 1})
@@ -205,7 +207,7 @@ def limiter_of(coordinator, clock):
     return limiter, exchange
 
 
-async def test_a_limiter_waits_for_its_grant_and_reports_what_happened():
+async def test_limiter_waits_for_its_grant_and_reports_events_once():
     clock = Clock()
     coordinator = coordinate(clock, start=2)
     limiter, exchange = limiter_of(coordinator, clock)
@@ -226,7 +228,7 @@ async def test_a_limiter_waits_for_its_grant_and_reports_what_happened():
     assert coordinator.summary().lanes == (lane,)  # each event once
 
 
-async def test_what_headers_say_while_a_grant_is_on_its_way_is_reported_next():
+async def test_quotas_seen_before_a_grant_are_reported_next():
     clock = Clock()
     coordinator = coordinate(clock)
     limiter, exchange = limiter_of(coordinator, clock)
@@ -238,7 +240,7 @@ async def test_what_headers_say_while_a_grant_is_on_its_way_is_reported_next():
     assert limiter.report().events.quotas == ()
 
 
-async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_a_debt():
+async def test_request_larger_than_a_bucket_starts_when_full():
     clock, began = Clock(), []
     coordinator = coordinate(clock, rates=Rates(input_tokens=600.0))  # a bucket of 50
     limiter, exchange = limiter_of(coordinator, clock)
@@ -256,7 +258,7 @@ async def test_a_request_larger_than_a_bucket_begins_when_it_is_full_and_leaves_
     assert 99 <= began[1] - began[0] <= 101
 
 
-def test_a_stop_of_the_process_is_not_taken_for_a_slow_server():
+def test_stopped_process_is_not_taken_for_a_slow_server():
     """Ctrl-Z after a few refusals: the seconds without requests say nothing about the server."""
     clock = Clock()
     coordinator = coordinate(clock)

@@ -1,4 +1,4 @@
-"""The fake server's limits, outages and bill: what it allows, says, and charges."""
+"""The fake server's limits, outages and prices."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ MODES = ["chat_completions", "anthropic_messages", "codex_responses"]
     st.floats(1, 60),
     st.lists(st.floats(0.001, 2), min_size=1, max_size=200),
 )
-def test_no_window_lets_more_through_than_a_bucket_and_its_refill(rate, burst_s, gaps):
+def test_fake_limits_admit_at_most_bucket_plus_refill(rate, burst_s, gaps):
     limits, now, passed = Limits(RateLimits(requests=rate, burst_s=burst_s)), 0.0, 0
     for gap in gaps:
         now += gap
@@ -35,7 +35,7 @@ def test_no_window_lets_more_through_than_a_bucket_and_its_refill(rate, burst_s,
     assert passed <= max(1.0, rate * burst_s / 60) + rate * now / 60 + 1
 
 
-def test_accounts_have_buckets_of_their_own_and_waiting_helps():
+def test_accounts_have_separate_buckets_that_refill():
     limits = Limits(RateLimits(requests=60, burst_s=1))
     assert limits.admit("a", {"requests": 1}, 0).refused is None
     refused = limits.admit("a", {"requests": 1}, 0.25)
@@ -45,7 +45,7 @@ def test_accounts_have_buckets_of_their_own_and_waiting_helps():
     assert limits.admit("a", {"requests": 1}, 1.0).refused is None
 
 
-def test_a_quota_rises_and_falls():
+def test_quota_schedule_changes_the_rate():
     limits = Limits(RateLimits(requests=60, burst_s=1, schedule=((10, 2.0), (20, 0.5))))
 
     def passed(since):
@@ -68,7 +68,7 @@ async def ask(kit, server, mode, prompt="hi", key="sk-1234567", **fields):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_limits_are_told_and_kept(kit, mode):
+async def test_limits_are_reported_and_enforced(kit, mode):
     rate = RateLimits(requests=2, input_tokens=1000, output_tokens=1000)
     async with FakeServer(FakeConfig(rate=rate)) as server:
         first = await ask(kit, server, mode)
@@ -79,21 +79,21 @@ async def test_limits_are_told_and_kept(kit, mode):
         *_, refused, _ = server.entries
     assert (refused.outcome, refused.fault, refused.api_mode) == ("refused", "rate_limit", mode)
     assert 20 < caught.value.retry_after_s <= 30
-    told = first.rate_limit
+    reported = first.rate_limit
     if mode != "anthropic_messages":
-        assert told["x-ratelimit-limit-requests"] == "2"
-        assert told["x-ratelimit-remaining-requests"] == "1"
-        assert told["x-ratelimit-reset-requests"] == "30s"
-        assert told["x-ratelimit-remaining-tokens"] == "996"
+        assert reported["x-ratelimit-limit-requests"] == "2"
+        assert reported["x-ratelimit-remaining-requests"] == "1"
+        assert reported["x-ratelimit-reset-requests"] == "30s"
+        assert reported["x-ratelimit-remaining-tokens"] == "996"
     else:
-        assert told["anthropic-ratelimit-requests-limit"] == "2"
-        assert told["anthropic-ratelimit-requests-remaining"] == "1"
-        assert told["anthropic-ratelimit-input-tokens-remaining"] == "996"
-        assert told["anthropic-ratelimit-output-tokens-remaining"] == "998"
-        assert told["anthropic-ratelimit-requests-reset"].endswith("Z")
+        assert reported["anthropic-ratelimit-requests-limit"] == "2"
+        assert reported["anthropic-ratelimit-requests-remaining"] == "1"
+        assert reported["anthropic-ratelimit-input-tokens-remaining"] == "996"
+        assert reported["anthropic-ratelimit-output-tokens-remaining"] == "998"
+        assert reported["anthropic-ratelimit-requests-reset"].endswith("Z")
 
 
-async def test_the_servers_minutes_may_be_short(kit):
+async def test_clock_scale_shortens_the_servers_minute(kit):
     """A thousand times as fast: a limit of one request in a minute is one in 60 ms."""
     config = FakeConfig(rate=RateLimits(requests=1), conditions=Conditions(clock_scale=1000))
     async with FakeServer(config) as server:
@@ -108,7 +108,7 @@ async def test_the_servers_minutes_may_be_short(kit):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_outages_come_and_go(kit, mode):
+async def test_scheduled_outages_begin_and_end(kit, mode):
     day = Conditions(outages=((0.0, 1e9),), outage="overloaded")
     async with FakeServer(FakeConfig(conditions=day)) as server:
         with pytest.raises(e.Overloaded):
@@ -122,12 +122,12 @@ async def test_outages_come_and_go(kit, mode):
     ]
 
 
-def test_an_outage_is_a_refusal():
+def test_unknown_outage_kind_is_refused():
     with pytest.raises(ValueError, match="no refusal 'weather'"):
         Conditions(outage="weather")
 
 
-async def test_the_bill_is_the_servers_own(kit):
+async def test_server_prices_each_call(kit):
     price = Price(
         input=Decimal(3), output=Decimal(15), cache_read=Decimal("0.3"), cache_write=Decimal("3.75")
     )

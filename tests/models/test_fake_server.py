@@ -39,7 +39,7 @@ def official(server, **options):
     )
 
 
-async def test_the_official_clients_own_retries_meet_another_draw():
+async def test_retries_of_official_clients_draw_new_faults():
     plan = FaultPlan(seed=1, rates={"rate_limit_after": 0.5}, retry_after_s=0.01)
     async with (
         FakeServer(FakeConfig(faults=plan)) as server,
@@ -67,7 +67,7 @@ async def test_answers_are_a_function_of_the_request():
     assert first.content == again.content == other.content
 
 
-async def test_bad_requests_get_one_line():
+async def test_bad_requests_get_a_one_line_error():
     async with FakeServer() as server, official(server) as client:
         for messages in ([{"role": "user", "content": "SCRIPT: [oops]"}], "no list"):
             with pytest.raises(openai.BadRequestError):
@@ -89,7 +89,7 @@ def test_faults_are_a_seeded_function_of_the_request():
 @pytest.mark.parametrize(
     "text", ['{"rates": {"no_such": 0.1}}', '{"mixed": 0.9, "rates": {"cut": 0.2}}', "{"]
 )
-def test_bad_plans_are_refused(text):
+def test_invalid_fault_plans_are_refused(text):
     with pytest.raises(ValueError):
         plan_from_json(text)
 
@@ -109,7 +109,7 @@ async def stop(process):
         assert await process.wait() == 0
 
 
-async def test_as_a_program(kit, tmp_path):
+async def test_fake_server_runs_as_a_program(kit, tmp_path):
     log = tmp_path / "served.jsonl"
     process, hello = await start("--log", str(log), "--script", "echo-2", "--key", "k-12345")
     client, events = connect(Endpoint(hello["base_url"], api_key="k-12345")), kit.Events()
@@ -122,7 +122,7 @@ async def test_as_a_program(kit, tmp_path):
     assert [entry.n for entry in entries] == [1, 2, 3]
 
 
-async def test_limits_clock_and_prices_reach_the_program_as_json(kit):
+async def test_program_accepts_limits_clock_and_prices_as_json(kit):
     process, hello = await start(
         "--rate", '{"requests": 1, "schedule": [[30, 2]]}',
         "--conditions", '{"clock_scale": 2, "prices": {"*": {"input": "1", "output": 2.5}}}',
@@ -137,7 +137,7 @@ async def test_limits_clock_and_prices_reach_the_program_as_json(kit):
     assert 0 < caught.value.retry_after_s <= 60
 
 
-async def test_it_can_be_stopped_in_the_middle(kit, tmp_path):
+async def test_fake_server_can_be_stopped_during_requests(kit, tmp_path):
     """For kill tests: the k-th request is announced, and never answered."""
     log = tmp_path / "served.jsonl"
     process, hello = await start("--log", str(log), "--hold-at", "3")
@@ -155,7 +155,7 @@ async def test_it_can_be_stopped_in_the_middle(kit, tmp_path):
     assert [end.outcome for end in events.ends] == ["ok", "ok", "cancelled"]
 
 
-async def test_latency_is_kept(kit):
+async def test_latency_is_applied(kit):
     prompt = 'SCRIPT: [{"text": "late", "latency_s": 0.2}]'
     async with FakeServer(FakeConfig(latency_s=0.1)) as server:
         client = connect(Endpoint(server.base_url))

@@ -1,4 +1,4 @@
-"""Endpoints that never answer anybody, and requests that are all refused alike."""
+"""Endpoints that never answer, and endpoints that refuse every request."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def dead(kind):
 
 
 @pytest.mark.parametrize("fault", ["server_error", "garbage", "reset", "held"])
-async def test_what_never_answers_is_given_up_soon(kit, stage, fault):
+async def test_endpoint_that_never_answers_is_given_up_early(kit, stage, fault):
     """Errors, web pages, lost connections and silence alike, for all calls at once."""
     config = {"hold_at": 1} if fault == "held" else {"faults": FaultPlan(rates={fault: 1.0})}
     async with stage() as s:
@@ -38,7 +38,7 @@ async def test_what_never_answers_is_given_up_soon(kit, stage, fault):
         assert all(str(one).count("127.0.0.1") <= 1 for one in ended)
 
 
-async def test_a_closed_port_is_given_up_soon(kit, stage):
+async def test_closed_port_is_given_up_early(kit, stage):
     async with stage() as s:
         async with FakeServer() as server:
             route = s.route(server, "noop")
@@ -48,7 +48,7 @@ async def test_a_closed_port_is_given_up_soon(kit, stage):
 
 
 @pytest.mark.parametrize("kind", ["unavailable", "overloaded", "rate_limit"])
-async def test_whoever_says_later_is_waited_for(kit, stage, kind):
+async def test_loading_or_busy_server_is_waited_for(kit, stage, kind):
     """A model that is being loaded answers 503 for minutes: somebody is there."""
     async with stage() as s:
         server = await s.server(conditions=dead(kind))
@@ -61,7 +61,7 @@ async def test_whoever_says_later_is_waited_for(kit, stage, kind):
         assert await task
 
 
-async def test_once_answered_an_endpoint_has_the_patience_of_an_outage(kit, stage):
+async def test_endpoint_that_answered_once_gets_the_outage_limit(kit, stage):
     async with stage() as s:
         server = await s.server()
         calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, first_answer_s=0.2))
@@ -75,7 +75,7 @@ async def test_once_answered_an_endpoint_has_the_patience_of_an_outage(kit, stag
         assert await task
 
 
-async def test_a_local_server_whose_slots_are_all_busy_is_waited_for(kit, stage):
+async def test_busy_local_server_is_waited_for(kit, stage):
     """It answers no call for longer than silence may last, but it lists its models."""
     async with stage() as s:
         route = s.route(await s.server(latency_s=2.0), "noop")
@@ -107,7 +107,7 @@ class Remote:
         self.api_mode, self.endpoint = client.api_mode, client.endpoint
 
 
-async def test_a_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
+async def test_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
     """After half the time without a byte the model gets a short probe, once, beside the queue."""
     slow = [UserMessage(content='SCRIPT: [{"text": "done", "latency_s": 1.5}]')]
     async with stage() as s:
@@ -119,7 +119,7 @@ async def test_a_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
         assert sorted(start.purpose for start in s.events.starts) == ["agent"] * 3 + ["probe"]
 
 
-async def test_a_streamed_answer_is_a_sign_of_life_from_its_first_piece(kit, stage):
+async def test_first_streamed_text_marks_the_endpoint_alive(kit, stage):
     """It stalls in the middle for longer than silence may last, and is not taken for silence."""
     plan = FaultPlan(rates={"stall_mid": 1.0}, stall_s=2.0)
     async with stage() as s:
@@ -130,7 +130,7 @@ async def test_a_streamed_answer_is_a_sign_of_life_from_its_first_piece(kit, sta
         assert "nothing was answered within" not in str(raised.value)
 
 
-async def test_a_cancelled_call_of_a_silent_model_ends_at_once_and_is_recorded(kit, stage):
+async def test_cancelled_call_of_a_silent_model_is_recorded(kit, stage):
     async with stage() as s:
         server = await s.server(hold_at=1)
         calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, silence_s=60.0))
@@ -142,14 +142,14 @@ async def test_a_cancelled_call_of_a_silent_model_ends_at_once_and_is_recorded(k
         assert s.outcomes == ["cancelled"]
 
 
-async def test_a_fallback_is_asked_when_the_first_model_never_answers(kit, stage):
+async def test_fallback_is_used_if_the_first_model_never_answers(kit, stage):
     async with stage() as s:
         silent, sound = await s.server(hold_at=1), await s.server()
         calling = s.caller(s.route(silent, "noop"), s.route(sound, "noop"), policy=FIRST)
         assert await calling.call(kit.request(), turn=1)
 
 
-async def test_requests_that_are_all_refused_alike_are_not_sent_for_ever(kit, stage):
+async def test_identical_refusals_stop_requests(kit, stage):
     """Ten calls; then nothing is sent. An answer between them begins the count again."""
     async with stage() as s:
         server = await s.server()
@@ -170,12 +170,12 @@ async def test_requests_that_are_all_refused_alike_are_not_sent_for_ever(kit, st
         assert server.requests == sent == 20
 
 
-def test_refusals_in_different_words_are_each_requests_own():
-    """Counts and request ids are no difference."""
+def test_refusals_are_identical_apart_from_numbers_and_ids():
+    """Counts and request IDs make no difference."""
     traffic = Traffic()
-    for said in ("no tools", "no images", "too long", "bad role"):
-        traffic.refused(e.BadRequest(f"400: {said}"))
-    assert traffic.refused_alike(2) is None
+    for text in ("no tools", "no images", "too long", "bad role"):
+        traffic.note_refusal(e.BadRequest(f"400: {text}"))
+    assert traffic.repeated_refusal(2) is None
     for n in range(3):
-        traffic.refused(e.BadRequest(f"400: {n} tokens are too many (req-{n}f)"))
-    assert traffic.refused_alike(3) == "400: 2 tokens are too many (req-2f)"
+        traffic.note_refusal(e.BadRequest(f"400: {n} tokens are too many (req-{n}f)"))
+    assert traffic.repeated_refusal(3) == "400: 2 tokens are too many (req-2f)"

@@ -17,7 +17,7 @@ ROUNDS = 3
 
 @pytest.fixture
 def descriptors():
-    """Room for both ends of all connections in this process."""
+    """Raise the limit for both ends of all connections in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * AT_ONCE + 500
     assert hard == resource.RLIM_INFINITY or hard >= wanted, f"ulimit -Hn is {hard}"

@@ -18,18 +18,18 @@ from hermes_rl.config import parse_config
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import (
-    LEAST_S,
+    MIN_INTERVAL_S,
     Conversation,
     Endpoint,
     KeyCommand,
+    KeyNotRenewed,
     KeyRenewed,
-    LiveKey,
     ModelRequest,
-    NoNewKey,
+    RenewableKey,
     connect,
-    ends_at,
+    read_key_expiry,
 )
-from hermes_rl.models.providers import Keys, Place, all_keys, find_keys
+from hermes_rl.models.providers import Keys, Place, collect_keys, find_keys
 from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.text import SECRETS
 
@@ -55,13 +55,13 @@ def runs(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-async def test_the_key_is_what_is_printed() -> None:
+async def test_key_is_the_printed_text() -> None:
     assert command("echo warning >&2; printf '  token-1\\n'").run() == "token-1"
     assert await command('printf "$HOME"').arun() == os.environ["HOME"]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("true", "printed nothing"),
         ("echo; echo ' '", "printed nothing"),
@@ -80,12 +80,12 @@ async def test_the_key_is_what_is_printed() -> None:
         ("no-such-program-here", "ended with exit code 127: "),
     ],
 )  # fmt: skip
-async def test_a_command_that_fails_is_one_line_without_the_key(text: str, said: str) -> None:
+async def test_failed_command_is_reported_without_the_key(text: str, message: str) -> None:
     for way in (lambda: asyncio.to_thread(command(text).run), command(text).arun):
         with pytest.raises(UserError) as caught:
             await way()
         line = str(caught.value)
-        assert line.startswith(f"the key command of MY_KEY {said}")
+        assert line.startswith(f"the key command of MY_KEY {message}")
         assert line.endswith(". Fix that command")
         assert "token-" not in line
         assert "\n" not in line
@@ -96,7 +96,7 @@ HANGS = "exec 9> {0}; echo up >&9; sleep 600 & wait"
 """Holds a pipe open for as long as any of its processes lives."""
 
 
-async def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+async def test_hanging_command_is_killed_with_its_children(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     running = asyncio.create_task(asyncio.to_thread(command(HANGS.format(pipe), 3.0).run))
@@ -107,7 +107,7 @@ async def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path
 
 
 def until_ended(stat: Path) -> None:
-    """Until a process has ended that nobody has waited for."""
+    """Wait until a process has ended that was not reaped."""
     until = time.monotonic() + 30
     while ") Z " not in stat.read_text():
         assert time.monotonic() < until
@@ -115,7 +115,7 @@ def until_ended(stat: Path) -> None:
 
 
 @pytest.mark.parametrize("command_ends", [False, True])
-async def test_a_cancelled_command_leaves_no_process(tmp_path: Path, command_ends: bool) -> None:
+async def test_cancelled_command_leaves_no_process(tmp_path: Path, command_ends: bool) -> None:
     """Also where it ended at once, and what it left behind keeps its pipes open."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -134,10 +134,10 @@ async def test_a_cancelled_command_leaves_no_process(tmp_path: Path, command_end
             assert await asyncio.to_thread(opened.read) == ""
 
 
-async def test_many_refusals_are_one_run(tmp_path: Path) -> None:
-    live = LiveKey(command(counting(tmp_path, "echo new-key")), "old-key")
-    told = await asyncio.gather(*(live.refused("old-key", EXPIRED) for _ in range(64)))
-    assert {type(error) for error in told} == {KeyRenewed}
+async def test_concurrent_refusals_share_one_run(tmp_path: Path) -> None:
+    live = RenewableKey(command(counting(tmp_path, "echo new-key")), "old-key")
+    reported = await asyncio.gather(*(live.refused("old-key", EXPIRED) for _ in range(64)))
+    assert {type(error) for error in reported} == {KeyRenewed}
     assert runs(tmp_path) == 1
     assert await live.current() == "new-key"
     assert live.seen == ("old-key", "new-key")
@@ -146,73 +146,73 @@ async def test_many_refusals_are_one_run(tmp_path: Path) -> None:
     assert runs(tmp_path) == 1, "the key is new already"
 
 
-async def test_many_share_a_run_that_fails_and_one_with_the_same_key(tmp_path: Path) -> None:
-    for prints, said in (
+async def test_concurrent_refusals_share_failed_and_unchanged_runs(tmp_path: Path) -> None:
+    for prints, message in (
         ("exit 7", "exit code 7. Fix that command"),
         ("echo old-key", "its command prints the same key again"),
     ):
         folder = tmp_path / prints[:4]
         folder.mkdir()
-        live = LiveKey(command(counting(folder, prints)), "old-key")
+        live = RenewableKey(command(counting(folder, prints)), "old-key")
         live.accepted()
-        told = await asyncio.gather(*(live.refused("old-key", EXPIRED) for _ in range(64)))
+        reported = await asyncio.gather(*(live.refused("old-key", EXPIRED) for _ in range(64)))
         assert runs(folder) == 1
-        assert all(type(e) is NoNewKey and e.transient and said in str(e) for e in told)
-        assert {e.status for e in told} == {401}
+        assert all(type(e) is KeyNotRenewed and e.transient and message in str(e) for e in reported)
+        assert {e.status for e in reported} == {401}
 
 
-async def test_a_key_that_never_worked_is_not_waited_for() -> None:
+async def test_key_that_never_worked_is_final() -> None:
     for prints in ("echo old-key", "exit 7"):
-        told = await LiveKey(command(prints), "old-key").refused("old-key", EXPIRED)
-        assert type(told) is AuthError
-        assert not told.transient
-    fresh = LiveKey(command("echo new-key"), "old-key")
+        reported = await RenewableKey(command(prints), "old-key").refused("old-key", EXPIRED)
+        assert type(reported) is AuthError
+        assert not reported.transient
+    fresh = RenewableKey(command("echo new-key"), "old-key")
     assert not (await fresh.refused("old-key", EXPIRED)).transient
     fresh.accepted()
     assert (await fresh.refused("old-key", EXPIRED)).transient
 
 
-async def test_without_use_a_command_is_run_more_seldom(tmp_path: Path) -> None:
-    live = LiveKey(command(counting(tmp_path, f"wc -l < {tmp_path}/runs")), "old-key")
+async def test_command_interval_doubles_without_accepted_keys(tmp_path: Path) -> None:
+    live = RenewableKey(command(counting(tmp_path, f"wc -l < {tmp_path}/runs")), "old-key")
     began = time.monotonic()
     assert isinstance(await live.refused("old-key", EXPIRED), KeyRenewed)
     assert isinstance(await live.refused("1", EXPIRED), KeyRenewed)
-    assert time.monotonic() - began >= 2 * LEAST_S
+    assert time.monotonic() - began >= 2 * MIN_INTERVAL_S
     live.accepted()
     again = time.monotonic()
     assert isinstance(await live.refused("2", EXPIRED), KeyRenewed)
-    assert time.monotonic() - again < 4 * LEAST_S  # what it would be without the use
+    assert time.monotonic() - again < 4 * MIN_INTERVAL_S  # what it would be without the use
     assert runs(tmp_path) == 3
 
 
-async def test_an_old_key_in_what_a_command_says_is_not_shown() -> None:
-    live = LiveKey(command("echo 'token old-key-123 is gone' >&2; exit 1"), "old-key-123")
+async def test_old_keys_are_scrubbed_from_command_errors() -> None:
+    live = RenewableKey(command("echo 'token old-key-123 is gone' >&2; exit 1"), "old-key-123")
     live.accepted()
-    told = await live.refused("old-key-123", EXPIRED)
-    assert "token *** is gone" in str(told)
+    reported = await live.refused("old-key-123", EXPIRED)
+    assert "token *** is gone" in str(reported)
 
 
 @pytest.mark.parametrize(
     ("error", "asks"),
     [
         (AuthError("403: The security token included in the request is expired", status=403), 1),
-        (AuthError("the answer holds an error: token expired"), 1),
+        (AuthError("the answer contains an error: token expired"), 1),
         (AuthError("403: Permission denied on resource", status=403), 0),
         (AuthError("no trust", reason="ssl_cert_verification"), 0),
     ],
 )
-async def test_only_refusals_for_the_keys_age_ask_for_another(
+async def test_only_expiry_refusals_renew_the_key(
     tmp_path: Path, error: AuthError, asks: int
 ) -> None:
-    live = LiveKey(command(counting(tmp_path, "echo new-key")), "old-key")
-    told = await live.refused("old-key", error)
+    live = RenewableKey(command(counting(tmp_path, "echo new-key")), "old-key")
+    reported = await live.refused("old-key", error)
     assert runs(tmp_path) == asks
-    assert isinstance(told, KeyRenewed) if asks else told is error
+    assert isinstance(reported, KeyRenewed) if asks else reported is error
 
 
-async def test_a_key_that_says_when_it_ends_is_replaced_before(tmp_path: Path) -> None:
+async def test_key_is_renewed_before_its_expiry(tmp_path: Path) -> None:
     soon, later = web_token(time.time() + 60), web_token(time.time() + 3600)
-    live = LiveKey(command(counting(tmp_path, f"echo {later}")), soon)
+    live = RenewableKey(command(counting(tmp_path, f"echo {later}")), soon)
     assert await live.current() == later
     assert await live.current() == later
     assert runs(tmp_path) == 1
@@ -220,14 +220,14 @@ async def test_a_key_that_says_when_it_ends_is_replaced_before(tmp_path: Path) -
 
 @given(st.text() | st.builds("{}.{}.{}".format, st.text(), st.text(), st.text()))
 @example(web_token(10**400))
-def test_other_keys_do_not_say_when_they_end(key: str) -> None:
-    ends = ends_at(key)
+def test_other_keys_have_no_expiry(key: str) -> None:
+    ends = read_key_expiry(key)
     assert ends is None or isinstance(ends, float)
 
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])
 @pytest.mark.parametrize("mode", ["chat_completions", "codex_responses", "anthropic_messages"])
-async def test_a_new_key_goes_out_on_every_wire_and_none_is_shown(
+async def test_renewed_key_is_sent_on_every_wire_and_never_shown(
     tmp_path: Path, mode: str, transport: str
 ) -> None:
     file = tmp_path / "key"
@@ -245,15 +245,15 @@ async def test_a_new_key_goes_out_on_every_wire_and_none_is_shown(
             transport=transport,  # type: ignore[arg-type]
         )
         client = connect(endpoint)
-        asked = ModelRequest("m", Conversation([UserMessage(content="hi")]), "c")
-        assert (await client.complete(asked)).message.content == "done"
+        request = ModelRequest("m", Conversation([UserMessage(content="hi")]), "c")
+        assert (await client.complete(request)).message.content == "done"
         file.write_text("token-of-tuesday")
         server.config = replace(server.config, key="token-of-tuesday")
         with pytest.raises(KeyRenewed) as caught:
-            await client.complete(asked)
+            await client.complete(request)
         assert "token" not in str(caught.value)
         assert caught.value.status == 401
-        assert (await client.complete(asked)).message.content == "done"
+        assert (await client.complete(request)).message.content == "done"
         assert set(endpoint.secrets) == {"token-of-monday", "token-of-tuesday"}
         assert SECRETS.scrub("token-of-monday token-of-tuesday") == " ".join(
             ["[secret MY_KEY]"] * 2
@@ -261,7 +261,7 @@ async def test_a_new_key_goes_out_on_every_wire_and_none_is_shown(
         await client.aclose()
 
 
-def test_keys_at_the_start(tmp_path: Path) -> None:
+def test_keys_at_the_start_of_a_run(tmp_path: Path) -> None:
     place = Place(None, "https://h.example/v1", "chat_completions", ("A", "B"), key_needed=True)
     (tmp_path / "key").write_text("key-of-a")
     commands = {"A": counting(tmp_path, f"cat {tmp_path}/key")}
@@ -270,31 +270,33 @@ def test_keys_at_the_start(tmp_path: Path) -> None:
     assert runs(tmp_path) == 1
     with pytest.raises(UserError, match="the key command of A ended with exit code 1"):
         find_keys([place], {"A": "1", "B": "2"}, {"A": "false"})
-    with pytest.raises(UserError, match=r"endpoint\.key_commands\.A holds the key itself") as error:
+    with pytest.raises(
+        UserError, match=r"endpoint\.key_commands\.A contains the key itself"
+    ) as error:
         find_keys([place], {"B": "2"}, {"A": "echo sk-very-secret"})
     assert "sk-very" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("commands", "said"),
+    ("commands", "message"),
     [
-        ({"MINE": "echo k"}, r"holds MINE, which the run does not ask for \(VERTEX_ACCESS_TOKEN\)"),
+        ({"MINE": "echo k"}, r"has MINE, which the run does not use \(VERTEX_ACCESS_TOKEN\)"),
         ({"no name": "echo k"}, "has a key that is not a variable name. Write NAME: command"),
         ({"VERTEX_ACCESS_TOKEN": ""}, "VERTEX_ACCESS_TOKEN' must not be empty"),
     ],
 )
-def test_commands_that_can_never_be_of_use(commands: dict[str, str], said: str) -> None:
+def test_useless_key_commands_are_refused(commands: dict[str, str], message: str) -> None:
     place = (
         "https://us-central1-aiplatform.googleapis.com/v1/projects/p/locations/l/endpoints/openapi"
     )
     endpoint = {"provider": "vertex", "base_url": place, "key_commands": commands}
-    with pytest.raises(UserError, match=said):
-        all_keys(
+    with pytest.raises(UserError, match=message):
+        collect_keys(
             parse_config({"dataset": {"path": "x"}, "model": {"name": "m"}, "endpoint": endpoint})
         )
 
 
-def test_the_agent_in_python_has_a_command_too(tmp_path: Path) -> None:
+def test_aiagent_accepts_a_key_command(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("token-1")
     with LoopThread() as home:

@@ -29,7 +29,7 @@ async def test_slots_are_first_come_first_served():
     assert limiter.in_flight == 0
 
 
-async def test_growth_wakes_who_waits():
+async def test_increased_limit_wakes_waiting_requests():
     limiter, release = Limiter(4, start=1), asyncio.Event()
     async with limiter.slot() as slot:
         assert slot.waited_s == 0
@@ -44,7 +44,7 @@ async def test_growth_wakes_who_waits():
     assert min(await asyncio.gather(*tasks)) > 0
 
 
-async def test_a_cancelled_call_is_no_demand_any_more():
+async def test_cancelled_call_reduces_demand():
     """A worker would else be given slots for it, which others lack, until its turn comes."""
     limiter = Limiter(None, name="h|K|m")
     tasks = [asyncio.create_task(hold(limiter, asyncio.Event())) for _ in range(50)]
@@ -68,7 +68,7 @@ STEPS = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(STEPS, st.integers(1, 3))
 @example([("ask", 0)] * 3 + [("turn", 0), ("end", 0), ("turn", 0), ("cancel", 1)], 1)
-def test_no_slot_leaks_whoever_is_cancelled_when(steps, most):
+def test_no_slot_leaks_on_cancellation(steps, most):
     """In the example the cancellation comes in the same moment as the slot."""
 
     async def play():

@@ -68,7 +68,7 @@ def parts(message):
 
 @each_dialect
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_official_clients_play_an_episode(mode, stream):
+async def test_official_clients_complete_an_episode(mode, stream):
     history = [UserMessage(content=PROMPT)]
     async with FakeServer() as server, official(mode, server) as client:
         answers = [await ask(client, mode, history, stream=stream)]
@@ -103,26 +103,26 @@ async def test_the_official_clients_play_an_episode(mode, stream):
 @each_dialect
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("transport", ["http", "sdk"])
-async def test_our_clients_read_what_the_official_ones_read(kit, mode, transport, stream):
+async def test_clients_decode_the_same_as_official_ones(kit, mode, transport, stream):
     async with FakeServer() as server, official(mode, server) as client:
-        theirs = await ask(client, mode, [UserMessage(content=PROMPT)])
-        ours = connect(Endpoint(server.base_url, api_key="k", api_mode=mode, transport=transport))
-        answer = await ours.complete(kit.request(PROMPT, "m", stream=stream, sampling=MOST))
-        await ours.aclose()
-    assert answer.message == read(theirs, mode).message
-    assert answer.served_model == theirs.model
+        external = await ask(client, mode, [UserMessage(content=PROMPT)])
+        local = connect(Endpoint(server.base_url, api_key="k", api_mode=mode, transport=transport))
+        answer = await local.complete(kit.request(PROMPT, "m", stream=stream, sampling=MOST))
+        await local.aclose()
+    assert answer.message == read(external, mode).message
+    assert answer.served_model == external.model
 
 
 @each_dialect
-async def test_the_official_clients_know_our_refusals(mode):
-    package, asked = package_of(mode), [UserMessage(content="hi")]
+async def test_official_clients_recognize_refusals(mode):
+    package, request = package_of(mode), [UserMessage(content="hi")]
     async with FakeServer(FakeConfig(key="right", models=("m",))) as server:
         async with official(mode, server) as client:
             with pytest.raises(package.AuthenticationError):
-                await ask(client, mode, asked)
+                await ask(client, mode, request)
         async with official(mode, server, api_key="right") as client:
             with pytest.raises(package.NotFoundError) as caught:
-                await ask(client, mode, asked, model="other")
+                await ask(client, mode, request, model="other")
             assert caught.value.request_id == server.entries[-1].request_id
             with pytest.raises(package.BadRequestError):
                 await ask(client, mode, [UserMessage(content="SCRIPT: [oops]")])
@@ -140,7 +140,7 @@ KINDS = {
 
 @each_dialect
 @pytest.mark.parametrize("fault", KINDS)
-async def test_each_refusal_is_one_of_the_official_clients(mode, fault):
+async def test_each_refusal_maps_to_an_official_exception(mode, fault):
     name, kind = KINDS[fault]
     package = package_of(mode)
     raised = getattr(package, name, package.InternalServerError)

@@ -22,7 +22,7 @@ def scaled():
 
 
 @pytest.mark.parametrize(("kind", "status"), [("unavailable", 503), ("server_error", 500)])
-async def test_a_longer_outage_is_an_outage(kit, stage, kind, status):
+async def test_long_failure_is_an_outage(kit, stage, kind, status):
     out = Conditions(outages=((0, 1e9),), outage=kind, clock_scale=SCALE)
     async with stage() as s:
         server = await s.server(conditions=out)
@@ -37,9 +37,9 @@ async def test_a_longer_outage_is_an_outage(kit, stage, kind, status):
         assert [x.purpose for x in s.events.starts].count("probe") == (status == 500)
 
 
-async def test_a_request_that_draws_500s_while_nobody_else_asks_is_no_outage(kit, stage):
-    """After six failures the same model is asked for a word. It answers that, so the next failure
-    is the request's own: the run goes on. The probe is in the books like any call."""
+async def test_request_that_alone_draws_500s_is_not_an_outage(kit, stage):
+    """After six failures the same model is probed. It answers, so the next failure is blamed on the
+    request, and the run continues. The probe is recorded like any call."""
     poison = [UserMessage(content='SCRIPT: [{"text": "never", "fault": "server_error"}]')]
     async with stage() as s:
         server = await s.server(conditions=Conditions(clock_scale=SCALE))
@@ -49,8 +49,8 @@ async def test_a_request_that_draws_500s_while_nobody_else_asks_is_no_outage(kit
         with pytest.raises(e.ServerError, match="500"):
             await calling.call(kit.request(poison), turn=3)
         assert s.outcomes == ["refused"] * 6 + ["ok", "refused"]
-        asked = [(x.purpose, x.turn, x.max_output_tokens) for x in s.events.starts]
-        assert asked == [("agent", 3, None)] * 6 + [("probe", 3, 64), ("agent", 3, None)]
+        request = [(x.purpose, x.turn, x.max_output_tokens) for x in s.events.starts]
+        assert request == [("agent", 3, None)] * 6 + [("probe", 3, 64), ("agent", 3, None)]
         assert [x.retries for x in s.events.ends] == list(range(8))
         (paid,) = [x for x in s.events.ends if x.outcome == "ok"]
         assert paid.usage is not None

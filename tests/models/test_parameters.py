@@ -60,10 +60,10 @@ and sampling of the API version 2023-06-01, which the package's newer one no lon
 
 def body_of(mode, host=None, **fields):
     host = OFFICIAL[mode][0] if host is None else host
-    asked = ModelRequest(
+    request = ModelRequest(
         model="m", conversation=Conversation(HISTORY), call_id="c", cache="5m", **fields
     )
-    return json.loads(dialect_for(Endpoint(f"https://{host}", api_mode=mode)).encode(asked))
+    return json.loads(dialect_for(Endpoint(f"https://{host}", api_mode=mode)).encode(request))
 
 
 def declared(mode, stream):
@@ -78,7 +78,7 @@ def declared(mode, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("mode", list(DIALECTS))
-def test_bodies_are_what_the_official_packages_declare(kit, mode, stream):
+def test_bodies_match_the_types_of_the_official_packages(kit, mode, stream):
     body = body_of(mode, tools=kit.TERMINAL, sampling=ALL, stream=stream)
     assert set(misfits(body, declared(mode, stream))) <= UNDECLARED[mode]
     plain = body_of(mode, stream=stream, sampling=Sampling(max_tokens=64))
@@ -86,7 +86,7 @@ def test_bodies_are_what_the_official_packages_declare(kit, mode, stream):
     assert plain.keys() & {"seed", "temperature", "top_p", "top_k", "stop"} == set()
 
 
-def test_the_check_of_bodies_finds_what_is_not_declared(kit):
+def test_body_check_detects_undeclared_fields(kit):
     body = body_of("codex_responses", tools=kit.TERMINAL, sampling=ALL)
     declaration = declared("codex_responses", stream=False)
     assert misfits({**body, "seed": 1}, declaration) == ["body.seed is not declared"]
@@ -102,30 +102,28 @@ def test_the_check_of_bodies_finds_what_is_not_declared(kit):
         ("anthropic_messages", {"seed", "stop", "top_k"}),
     ],
 )
-def test_a_wire_without_a_field_for_a_parameter_does_not_get_it(mode, left_out):
+def test_parameters_without_a_field_are_not_sent(mode, left_out):
     body = body_of(mode, host="127.0.0.1", sampling=ALL)
     assert {"seed", "stop", "top_k"} - body.keys() == left_out
     assert ("stop_sequences" in body) is (mode == "anthropic_messages")
 
 
-def test_google_gets_no_seed():
+def test_seed_is_not_sent_to_google():
     google = ChatCompletions(quirks=shipped()["google"].quirks)
-    asked = ModelRequest(
+    request = ModelRequest(
         model="m", conversation=Conversation(HISTORY), call_id="c", sampling=Sampling(seed=1)
     )
-    assert "seed" not in json.loads(google.encode(asked))
+    assert "seed" not in json.loads(google.encode(request))
 
 
 @pytest.mark.parametrize("mode", ["chat_completions", "codex_responses"])
-async def test_a_refused_parameter_is_dropped_for_all_calls_of_the_endpoint(
-    kit, stage, mode, caplog
-):
+async def test_refused_parameter_is_dropped_for_the_endpoint(kit, stage, mode, caplog):
     sampling = Sampling(seed=5, temperature=0.5, top_p=0.9, top_k=3)
     async with stage() as s:
         route = s.route(await s.server(), api_mode=mode)
         for _ in range(2):  # two rollouts: the second one is not refused
-            asked = kit.request("hi", "fault-sampling", sampling=sampling)
-            assert (await s.caller(route).call(asked, turn=1)).message.content == "done"
+            request = kit.request("hi", "fault-sampling", sampling=sampling)
+            assert (await s.caller(route).call(request, turn=1)).message.content == "done"
     assert s.outcomes == ["refused", "ok", "ok"]
     gone = {"temperature", "top_p", "top_k"}
     assert [set(start.unsent) for start in s.events.starts] == [set(), gone, gone]
@@ -139,32 +137,32 @@ async def test_a_refused_parameter_is_dropped_for_all_calls_of_the_endpoint(
         ("sampling", Sampling(temperature=1.0, top_p=1.0, top_k=-1), ["refused"]),
     ],
 )
-async def test_an_exact_request_loses_its_seed_and_nothing_that_shapes_the_distribution(
+async def test_exact_request_drops_only_seed_and_neutral_filters(
     kit, stage, fault, sampling, outcomes
 ):
     async with stage() as s:
         route = s.route(await s.server())
-        asked = replace(kit.request("hi", f"fault-{fault}", sampling=sampling), exact=True)
+        request = replace(kit.request("hi", f"fault-{fault}", sampling=sampling), exact=True)
         if outcomes[-1] == "ok":
-            await s.caller(route).call(asked, turn=1)
+            await s.caller(route).call(request, turn=1)
         else:
             with pytest.raises(BadRequest, match="temperature, top_k, top_p"):
-                await s.caller(route).call(asked, turn=1)
+                await s.caller(route).call(request, turn=1)
     assert s.outcomes == outcomes
 
 
-async def test_what_users_add_themselves_is_never_dropped(kit, stage):
+async def test_extra_body_fields_are_never_dropped(kit, stage):
     async with stage() as s:
         route = s.route(await s.server())
-        asked = kit.request("hi", "fault-sampling", extra={"top_k": 3})
+        request = kit.request("hi", "fault-sampling", extra={"top_k": 3})
         with pytest.raises(BadRequest):
-            await s.caller(route).call(asked, turn=1)
+            await s.caller(route).call(request, turn=1)
     assert s.outcomes == ["refused"]
 
 
-def test_stop_texts_are_refused_where_the_wire_has_no_field_for_them():
+def test_stop_texts_without_a_field_are_refused():
     from hermes_rl.config import parse_config
-    from hermes_rl.models.providers import targets_by_model
+    from hermes_rl.models.providers import resolve_targets_by_model
 
     data = {
         "dataset": {"path": "d.jsonl"},
@@ -172,4 +170,4 @@ def test_stop_texts_are_refused_where_the_wire_has_no_field_for_them():
         "endpoint": {"base_url": "http://127.0.0.1:1/v1", "api_mode": "codex_responses"},
     }
     with pytest.raises(UserError, match=r"'model\.stop' has no field in codex_responses"):
-        targets_by_model(parse_config(data))
+        resolve_targets_by_model(parse_config(data))

@@ -25,8 +25,8 @@ from hermes_rl.models.prepare import (
     REPAIRS,
     cache_marks,
     canonical_json,
-    outgoing,
     prepare,
+    prepare_request,
     repaired_arguments,
     repaired_roles,
     without_grammar,
@@ -34,7 +34,7 @@ from hermes_rl.models.prepare import (
 
 few = settings(deadline=None, max_examples=60)
 ids = st.sampled_from(["a", "b", "c"])
-said = st.sampled_from(["", " ", "x", "é", "cut \ud83d"])
+expected_text = st.sampled_from(["", " ", "x", "é", "cut \ud83d"])
 arguments = st.sampled_from(["{}", '{"b":1, "a":2}', "", '{"a": [1,', "{'a': None}", "no", "[1]"])
 calls = st.lists(st.builds(ToolCall, id=ids, name=ids, arguments=arguments), max_size=2)
 parts = st.lists(
@@ -57,15 +57,15 @@ blocks = st.none() | st.lists(
     max_size=2,
 )
 anything = (
-    st.builds(UserMessage, content=said | parts)
+    st.builds(UserMessage, content=expected_text | parts)
     | st.builds(
         AssistantMessage,
-        content=said,
-        reasoning_content=st.none() | said,
+        content=expected_text,
+        reasoning_content=st.none() | expected_text,
         tool_calls=calls.map(tuple),
         reasoning_details=blocks,
     )
-    | st.builds(ToolMessage, tool_call_id=ids, name=ids, content=said)
+    | st.builds(ToolMessage, tool_call_id=ids, name=ids, content=expected_text)
 )
 histories = st.lists(anything, max_size=12)
 adaptations = st.frozensets(
@@ -115,8 +115,8 @@ def check_order(messages):
 
 @few
 @given(histories, adaptations)
-def test_any_history_becomes_legal(history, asked):
-    sent = prepare([SystemMessage(content="s"), *history], adaptations=asked)
+def test_any_history_becomes_valid(history, model_request):
+    sent = prepare([SystemMessage(content="s"), *history], adaptations=model_request)
     assert sent[0] == SystemMessage(content="s")
     check_order(sent[1:])
     for message in sent:
@@ -129,9 +129,9 @@ def test_any_history_becomes_legal(history, asked):
 
 @few
 @given(histories, adaptations, st.booleans())
-def test_preparing_twice_changes_nothing(history, asked, exact):
-    once = prepare(history, exact=exact, adaptations=asked)
-    twice = prepare(once, exact=exact, adaptations=asked)
+def test_preparation_is_idempotent(history, model_request, exact):
+    once = prepare(history, exact=exact, adaptations=model_request)
+    twice = prepare(once, exact=exact, adaptations=model_request)
     assert twice == once
     if not exact:
         assert all(a is b for a, b in zip(once, twice, strict=True) if not _many_parts(a))
@@ -143,7 +143,7 @@ def _many_parts(message):
 
 @few
 @given(histories)
-def test_what_is_legal_stays_the_same_objects(history):
+def test_valid_messages_stay_the_same_objects(history):
     clean = prepare(history)
     for step in REPAIRS:
         assert all(a is b for a, b in zip(step(clean), clean, strict=True))
@@ -151,19 +151,19 @@ def test_what_is_legal_stays_the_same_objects(history):
 
 @few
 @given(st.lists(histories, min_size=1, max_size=5), adaptations, st.booleans())
-def test_piece_by_piece_is_the_same_as_all_at_once(pieces, asked, exact):
-    asking = request(SystemMessage(content="s"), exact=exact, adaptations=asked)
+def test_incremental_preparation_equals_complete_preparation(pieces, model_request, exact):
+    asking = request(SystemMessage(content="s"), exact=exact, adaptations=model_request)
     for piece in pieces:
         for message in piece:
             asking.conversation.append(message)
-        whole = prepare(list(asking.conversation), exact=exact, adaptations=asked)
-        ready = outgoing(asking)
+        whole = prepare(list(asking.conversation), exact=exact, adaptations=model_request)
+        ready = prepare_request(asking)
         assert list(ready.messages) == whole
         encoded = ready.encoded("repr", lambda m: repr(m).encode())
         assert list(encoded) == [repr(m).encode() for m in whole]
 
 
-def test_a_turn_prepares_and_encodes_only_what_it_adds():
+def test_turn_prepares_and_encodes_only_new_messages():
     asking = request(SystemMessage(content="s"), user())
     made = []
 
@@ -171,15 +171,15 @@ def test_a_turn_prepares_and_encodes_only_what_it_adds():
         made.append(message)
         return repr(message).encode()
 
-    outgoing(asking).encoded("x", encode)
+    prepare_request(asking).encoded("x", encode)
     turns = 30
     for turn in range(turns):
         call = ToolCall(id=str(turn), name="t", arguments='{"b":1, "a":2}')  # is rewritten
         asking.conversation.append(AssistantMessage(tool_calls=(call,)))
         asking.conversation.append(result(str(turn)))
-        before = list(outgoing(asking).messages)
-        outgoing(asking).encoded("x", encode)
-        assert all(a is b for a, b in zip(before, outgoing(asking).messages, strict=True))
+        before = list(prepare_request(asking).messages)
+        prepare_request(asking).encoded("x", encode)
+        assert all(a is b for a, b in zip(before, prepare_request(asking).messages, strict=True))
     assert len(made) == 2 + 2 * turns  # each message once
 
 
@@ -187,7 +187,7 @@ def test_a_turn_prepares_and_encodes_only_what_it_adds():
 
 
 @pytest.mark.parametrize("row", cases("prepared", "histories"))
-def test_roles_and_results(row):
+def test_roles_alternate_and_results_are_paired(row):
     history, sent = (msgspec.convert(row[name], list[Message]) for name in ("history", "sent"))
     assert prepare(history) == sent
     assert prepare(history, exact=True) == history
@@ -197,13 +197,13 @@ def test_roles_and_results(row):
 
 
 @pytest.mark.parametrize("row", cases("prepared", "arguments"))
-def test_what_arguments_must_have_meant(row):
+def test_malformed_arguments_are_repaired(row):
     assert json.loads(repaired_arguments(row["text"])) == row["meant"]
 
 
 @few
 @given(st.text(alphabet='{}[]",:\\ \n\ud83daé01-tfn.e') | st.text())
-def test_any_text_becomes_an_object(text):
+def test_any_arguments_become_an_object(text):
     repaired = repaired_arguments(text)
     repaired.encode()
     assert parse_arguments(repaired) is not None
@@ -222,7 +222,7 @@ def test_any_text_becomes_an_object(text):
     ],
     ids=range(6),
 )
-def test_endless_arguments_are_repaired_in_no_time(text):
+def test_long_arguments_are_repaired_quickly(text):
     started = time.process_time()
     assert parse_arguments(repaired_arguments(text)) is not None
     assert time.process_time() - started < 5
@@ -241,7 +241,7 @@ json_values = st.recursive(
 
 @few
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=3), st.data())
-def test_arguments_that_are_cut_anywhere_become_an_object(value, data):
+def test_truncated_arguments_become_an_object(value, data):
     text = json.dumps(value, ensure_ascii=False)
     cut = text[: data.draw(st.integers(1, len(text)))]
     repaired = json.loads(repaired_arguments(cut))
@@ -250,7 +250,7 @@ def test_arguments_that_are_cut_anywhere_become_an_object(value, data):
 
 @few
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=3))
-def test_canonical_json_means_the_same(value):
+def test_canonical_json_keeps_the_value(value):
     text = json.dumps(value)
     canonical = canonical_json(text)
     assert parse_arguments(canonical) == parse_arguments(text)
@@ -265,10 +265,10 @@ def test_arguments_are_sorted_and_compact():
 # Head, adaptations, marks
 
 
-def test_the_ephemeral_layer_and_the_prefill_are_sent_and_not_stored():
+def test_ephemeral_layer_and_prefill_are_sent_but_not_stored():
     shown = (user("example"), answer("so"))
     asking = request(SystemMessage(content="s"), user(), ephemeral="today", prefill=shown)
-    ready = outgoing(asking)
+    ready = prepare_request(asking)
     assert list(ready.messages) == [SystemMessage(content="s\n\ntoday"), *shown, user()]
     assert (ready.lead, ready.system) == (1, "s\n\ntoday")
     assert list(ready.encoded("x", lambda m: repr(m).encode())) == [
@@ -278,10 +278,10 @@ def test_the_ephemeral_layer_and_the_prefill_are_sent_and_not_stored():
 
 
 def test_an_ephemeral_layer_needs_no_system_prompt():
-    ready = outgoing(request(user(), ephemeral="today", prefill=(answer("so"),)))
+    ready = prepare_request(request(user(), ephemeral="today", prefill=(answer("so"),)))
     assert list(ready.messages) == [SystemMessage(content="today"), answer("so"), user()]
     assert [m for m in ready.encoded("x", lambda m: m.content.encode())] == [b"today", b"so", b"hi"]
-    assert outgoing(request(user())).system is None
+    assert prepare_request(request(user())).system is None
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -289,7 +289,7 @@ def test_a_broken_prefill_is_repaired(exact):
     shown = (result("9", "lost"), answer("a", "1"), user("b"), user("c"))
     asking = request(SystemMessage(content="s"), user(), answer("so"), prefill=shown,
                      ephemeral="now", exact=exact)  # fmt: skip
-    ready = outgoing(asking)
+    ready = prepare_request(asking)
     lost = user("[Result of a tool call that is not part of this conversation]\nlost")
     first = answer("a", "1")
     stub = result("1", "No result: the call was interrupted.")
@@ -304,7 +304,7 @@ def test_a_broken_prefill_is_repaired(exact):
 
 @few
 @given(histories)
-def test_the_roles_of_a_prompt_are_repaired_and_nothing_else(history):
+def test_repaired_roles_changes_only_roles(history):
     sent = repaired_roles(history)
     check_order(sent)
     assert repaired_roles(sent) == sent
@@ -352,7 +352,7 @@ def test_schemas_without_grammar_keep_properties_of_that_name():
     }
 
 
-def test_cache_marks_are_the_system_prompt_and_the_last_three_that_can_carry_one():
+def test_cache_marks_are_system_prompt_and_last_three_messages():
     history = [
         SystemMessage(content="s"), user("1"), answer("", "a"), result("a", ""),
         answer("2", "b"), result("b"), user("3"),

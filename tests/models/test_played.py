@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
-from hermes_rl.models import Conversation, ModelRequest, NoopClient, OracleClient, free
+from hermes_rl.models import Conversation, ModelRequest, NoopClient, OracleClient, no_cost
 
 
-async def test_the_oracle_is_one_terminal_call(kit):
+async def test_oracle_makes_one_terminal_call(kit):
     events = kit.Events()
-    calling = kit.caller(OracleClient("echo 3 > count.txt"), events, price=free)
+    calling = kit.caller(OracleClient("echo 3 > count.txt"), events, price=no_cost)
     conversation = await kit.rollout(calling, model="oracle")
     assert [type(m).__name__ for m in conversation][1:] == [
         "AssistantMessage", "ToolMessage", "AssistantMessage",
@@ -27,7 +27,7 @@ async def test_the_oracle_is_one_terminal_call(kit):
     assert [x.max_input_tokens for x in events.starts] == [0, 0]
 
 
-async def test_a_task_without_an_oracle_says_so(kit):
+async def test_missing_oracle_is_reported(kit):
     calling = kit.caller(OracleClient(None), kit.Events())
     conversation = await kit.rollout(calling, model="oracle")
     assert conversation[-1] == AssistantMessage(content="This task has no oracle.")
@@ -42,7 +42,7 @@ async def test_noop_answers_at_once(kit):
     assert events.ends[0].cost_usd is None
 
 
-def test_models_are_imported_without_what_carries_them():
+def test_import_of_models_loads_no_transport():
     """Heavy packages load when the first client of their kind is made."""
     code = (
         "import sys, hermes_rl.models.client, hermes_rl.models.calls.caller\n"
@@ -55,7 +55,7 @@ def test_models_are_imported_without_what_carries_them():
     assert done.stdout.strip() == "[]"
 
 
-async def test_answers_that_a_prompt_quotes_are_not_the_oracles(kit):
+async def test_assistant_messages_in_the_prompt_are_not_oracle_steps(kit):
     calling = kit.caller(OracleClient("true"), kit.Events())
     quoted = (
         UserMessage(content="before"),

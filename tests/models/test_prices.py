@@ -16,8 +16,8 @@ from hermes_rl.models.providers import (
     ModelPrice,
     PriceTable,
     Rates,
-    list_prices,
     price_table,
+    read_list_prices,
     read_price,
 )
 from hermes_rl.models.wire import read_chat_usage
@@ -35,7 +35,7 @@ UNPRICED_AND_UNREPORTED = {
     ("cache_read", "cache_read_tokens"),
     ("cache_write_1h", "cache_write_1h_tokens"),
 }
-"""Without a price of its own a part is billed with the rest, and need not be told apart."""
+"""A part without a separate price is priced with the rest."""
 
 tokens = st.integers(0, 1 << 40)
 rates = st.decimals(0, 1000, places=4)
@@ -61,7 +61,7 @@ def usage(fresh: int, read: int, short: int, hour: int, output: int) -> Usage:
 
 
 @given(full_rates, tokens, tokens, tokens, tokens, tokens)
-def test_the_cost_is_the_sum_of_disjoint_parts(
+def test_cost_is_the_sum_of_disjoint_parts(
     price: Rates, fresh: int, read: int, short: int, hour: int, output: int
 ) -> None:
     parts = (
@@ -97,7 +97,7 @@ def test_a_missing_price_or_count_is_never_guessed(
     assert (cost is None) == (needed and (price, count) not in UNPRICED_AND_UNREPORTED)
 
 
-def test_one_price_for_all_writes_needs_no_split_and_no_writes_need_no_price() -> None:
+def test_cache_writes_are_split_only_if_prices_differ() -> None:
     single = Rates(Decimal(2), Decimal(10), cache_write_5m=Decimal("2.5"))
     written = Usage(input_tokens=MILLION, output_tokens=0, cache_write_tokens=MILLION)
     assert single.cost(written) == Decimal("2.5")
@@ -108,7 +108,7 @@ def test_one_price_for_all_writes_needs_no_split_and_no_writes_need_no_price() -
     assert ALL.cost(more) is None  # a provider's error
 
 
-def test_long_prompts_are_billed_apart_as_a_whole() -> None:
+def test_long_prompt_price_applies_to_all_tokens() -> None:
     table = price_table("google")
     short = Usage(input_tokens=200_000, output_tokens=0, cache_read_tokens=0)
     long = Usage(input_tokens=200_001, output_tokens=0, cache_read_tokens=0)
@@ -142,13 +142,13 @@ def test_long_prompts_are_billed_apart_as_a_whole() -> None:
         ("vllm", "gpt-5-mini", False),
     ],
 )
-def test_names_are_found_by_the_written_rules_alone(
+def test_model_names_match_only_by_documented_rules(
     provider: str | None, model: str, found: bool
 ) -> None:
     assert (price_table(provider).find(model) is not None) is found
 
 
-def test_the_users_own_prices_come_first() -> None:
+def test_user_prices_take_precedence() -> None:
     dear, cheap = (ModelPrice(Rates(Decimal(n), Decimal(n))) for n in (9, 1))
     call = Usage(input_tokens=MILLION, output_tokens=0)
     assert price_table("openai", {"gpt-5": dear}).cost("gpt-5-2025-08-07", call) == 9
@@ -161,12 +161,12 @@ def test_the_users_own_prices_come_first() -> None:
     assert price_table("openai", exact).cost("gpt-5-2025-08-07", call) == 1
 
 
-def test_what_an_answer_says_that_it_cost_stands_only_where_that_is_known_to_be_dollars() -> None:
+def test_reported_cost_is_used_only_when_currency_is_usd() -> None:
     call = Usage(input_tokens=1, output_tokens=1, reported_cost=0.0014)
     assert price_table("openrouter", reported=True).cost("any/model", call) == Decimal("0.0014")
     assert price_table("vllm").cost("any/model", call) is None
-    own = {"any/model": ModelPrice(Rates(Decimal(1), Decimal(1)))}
-    table = price_table("openrouter", own, reported=True)
+    custom = {"any/model": ModelPrice(Rates(Decimal(1), Decimal(1)))}
+    table = price_table("openrouter", custom, reported=True)
     assert table.cost("any/model", call) == Decimal("0.000002")
     form = {"prompt_tokens": 1, "completion_tokens": 1, "cost": 0.0014}
     assert read_chat_usage(form) == call
@@ -175,15 +175,15 @@ def test_what_an_answer_says_that_it_cost_stands_only_where_that_is_known_to_be_
     assert price_table("openrouter", reported=True).cost("any/model", silent) is None
 
 
-def test_rejected_predictions_and_reasoning_are_billed_once_as_output() -> None:
+def test_rejected_predictions_and_reasoning_count_once_as_output() -> None:
     details = {"reasoning_tokens": 30, "rejected_prediction_tokens": 20}
     form = {"prompt_tokens": 0, "completion_tokens": 100, "completion_tokens_details": details}
-    told = read_chat_usage({**form, "prompt_tokens_details": {"cached_tokens": 0}})
-    assert told is not None
-    assert price_table("openai").cost("gpt-5", told) == Decimal("0.001")
+    stated = read_chat_usage({**form, "prompt_tokens_details": {"cached_tokens": 0}})
+    assert stated is not None
+    assert price_table("openai").cost("gpt-5", stated) == Decimal("0.001")
 
 
-def test_the_worst_case_needs_a_bound_on_the_output() -> None:
+def test_worst_case_needs_an_output_limit() -> None:
     table = PriceTable({"m": ModelPrice(ALL)})
     assert table.worst("m", MILLION, MILLION) == Decimal("12.5")
     assert table.worst("m", MILLION, MILLION, "1h") == Decimal("14")
@@ -191,7 +191,7 @@ def test_the_worst_case_needs_a_bound_on_the_output() -> None:
     assert table.worst("n", MILLION, 1) is None
 
 
-def test_prices_read_from_vendors_come_before_those_of_the_package() -> None:
+def test_vendor_prices_precede_package_prices() -> None:
     folder = files("hermes_rl.models.providers")
     checked = msgspec.yaml.decode(folder.joinpath("prices.yaml").read_bytes())
     added = msgspec.json.decode(folder.joinpath("genai_prices.json").read_bytes())
@@ -200,15 +200,15 @@ def test_prices_read_from_vendors_come_before_those_of_the_package() -> None:
         assert form["models"]
         assert not set(form["models"]) & set(checked[provider]["models"])
         assert (form["version"], form["read"]) > ("", "2026-01-01")
-    table = list_prices()
+    table = read_list_prices()
     assert table["google"]["gemini-3.6-flash"] is None
     assert table["openai"]["gpt-3.5-turbo"] == read_price(
         {**added["openai"], **added["openai"]["models"]["gpt-3.5-turbo"]}
     )
 
 
-def test_every_shipped_price_has_a_source_and_a_day() -> None:
-    table = list_prices()
+def test_every_shipped_price_has_source_and_date() -> None:
+    table = read_list_prices()
     known = [p for models in table.values() for p in models.values() if p is not None]
     assert len(known) >= 25
     for price in known:

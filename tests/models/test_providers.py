@@ -1,4 +1,4 @@
-"""Providers: told by name or host, extended by users; keys go only where they belong."""
+"""Providers: found by name or host, extended by users; keys are sent only to their provider."""
 
 import json
 from dataclasses import replace
@@ -15,42 +15,44 @@ from hermes_rl.models.providers import (
     Keys,
     Place,
     find_keys,
+    find_quirks,
     known_providers,
-    quirks_at,
     resolve,
     shipped,
 )
 from hermes_rl.models.wire import ChatCompletions, Quirks
 
 
-def place(own: dict[str, Any] | None = None, **given: Any) -> Place:
-    sections = {n: ProviderSection(**form) for n, form in (own or {}).items()}
-    return resolve(EndpointSection(**given), known_providers(sections))
+def place(custom: dict[str, Any] | None = None, **settings: Any) -> Place:
+    sections = {n: ProviderSection(**form) for n, form in (custom or {}).items()}
+    return resolve(EndpointSection(**settings), known_providers(sections))
 
 
-def test_the_providers_that_are_known() -> None:
-    ours = "openai anthropic openrouter nous vllm sglang llama.cpp ollama lmstudio together groq"
-    assert set(shipped()) >= {*ours.split(), "deepseek", "azure", "bedrock", "vertex"}
+def test_known_providers() -> None:
+    recorded = (
+        "openai anthropic openrouter nous vllm sglang llama.cpp ollama lmstudio together groq"
+    )
+    assert set(shipped()) >= {*recorded.split(), "deepseek", "azure", "bedrock", "vertex"}
     for name in ("vllm", "sglang", "llama.cpp", "ollama", "lmstudio"):
         assert place(provider=name).loopback, "no key leaves this machine"
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_every_known_provider_can_be_named(name: str) -> None:
+def test_every_known_provider_resolves_by_name(name: str) -> None:
     entry = shipped()[name]
     if entry.needs_address:
-        with pytest.raises(UserError, match=rf"{name} has an address for each user.*--base-url"):
+        with pytest.raises(UserError, match=rf"{name} has one address per user.*--base-url"):
             place(provider=name)
         return
     found = place(provider=name)
     assert found.base_url == entry.base_url
     assert found.key_needed is bool(entry.api_key_env)
-    told = place(base_url=found.base_url)
-    assert told.provider == (None if found.loopback else name)
+    reported = place(base_url=found.base_url)
+    assert reported.provider == (None if found.loopback else name)
 
 
 @pytest.mark.parametrize(
-    ("given", "mode"),
+    ("settings", "mode"),
     [
         ({}, "chat_completions"),
         ({"provider": "anthropic"}, "anthropic_messages"),
@@ -66,9 +68,9 @@ def test_every_known_provider_can_be_named(name: str) -> None:
     ],
 )
 def test_the_dialect_is_argument_then_provider_then_address(
-    given: dict[str, Any], mode: str
+    settings: dict[str, Any], mode: str
 ) -> None:
-    assert place(**given).api_mode == mode
+    assert place(**settings).api_mode == mode
 
 
 @pytest.mark.parametrize(
@@ -85,16 +87,14 @@ def test_the_dialect_is_argument_then_provider_then_address(
         ("http://127.0.0.1:8000/v1", None),
     ],
 )
-def test_a_host_tells_its_provider_and_no_other_gets_its_key(
-    address: str, provider: str | None
-) -> None:
+def test_host_identifies_its_provider_and_key(address: str, provider: str | None) -> None:
     found = place(base_url=address)
     assert found.provider == provider
     assert bool(found.key_names) is (provider is not None)
 
 
 def test_users_extend_the_table() -> None:
-    own = {
+    custom = {
         "mine": {
             "base_url": "https://llm.example.com/v1",
             "api_key_env": "MINE",
@@ -102,17 +102,17 @@ def test_users_extend_the_table() -> None:
         },
         "openai": {"api_key_env": "OTHER_KEY"},
     }
-    mine = place(own, base_url="https://llm.example.com/v2")
+    mine = place(custom, base_url="https://llm.example.com/v2")
     assert (mine.provider, mine.key_names) == ("mine", ("MINE",))
     assert mine.quirks.max_tokens_field == "max_completion_tokens"
-    openai = place(own)
+    openai = place(custom)
     assert openai.key_names == ("OTHER_KEY",)
     assert openai.base_url == "https://api.openai.com/v1"
     with pytest.raises(UserError, match=r"unknown provider 'nobody'.*'providers'"):
-        place(own, provider="nobody")
+        place(custom, provider="nobody")
 
 
-def test_keys_are_found_by_their_names_and_absent_ones_are_named() -> None:
+def test_missing_keys_are_named() -> None:
     two = place(provider="openai", api_key_env="A, B,A")
     assert two.key_names == ("A", "B")
     assert find_keys([two], {"A": "1", "B": "2"}) == {"A": "1", "B": "2"}
@@ -128,7 +128,7 @@ def test_keys_are_found_by_their_names_and_absent_ones_are_named() -> None:
     assert "sk-1" not in repr(Keys({"A": "sk-1"}))
 
 
-def test_a_list_of_keys_and_fallbacks_by_name_alone_are_read() -> None:
+def test_key_lists_and_fallback_names_are_parsed() -> None:
     section = EndpointSection.model_validate(
         {"api_key_env": ["A", "B"], "fallbacks": ["m2", {"model": "m3", "provider": "groq"}]}
     )
@@ -137,29 +137,27 @@ def test_a_list_of_keys_and_fallbacks_by_name_alone_are_read() -> None:
 
 
 @given(st.text("abcdefghijklmnopqrstuvwxyz.-", min_size=1, max_size=30))
-def test_no_made_up_host_is_taken_for_a_provider(host: str) -> None:
+def test_similar_hosts_are_not_recognized_as_providers(host: str) -> None:
     found = place(base_url=f"https://{host}.example/v1")
     assert found.provider is None
     assert found.key_names == ()
 
 
 @pytest.mark.parametrize(("host", "sent"), [("api.openai.com", False), ("gpu.example", True)])
-def test_sampling_that_means_nothing_is_not_sent_where_it_is_not_known(
-    host: str, sent: bool
-) -> None:
+def test_neutral_filters_are_not_sent_to_providers_without_them(host: str, sent: bool) -> None:
     everything = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0)
     request = ModelRequest(model="m", conversation=Conversation(), call_id="c")
-    dialect = ChatCompletions(quirks_at(host))
+    dialect = ChatCompletions(find_quirks(host))
     body = json.loads(dialect.encode(replace(request, sampling=everything)))
     assert ("top_k" in body, "min_p" in body, body["top_p"]) == (sent, sent, 1.0)
     wanted = json.loads(dialect.encode(replace(request, sampling=Sampling(top_k=5))))
     assert wanted["top_k"] == 5  # the server may refuse it, but nobody drops what was asked for
 
 
-def test_quirks_are_asked_of_the_provider_unless_they_are_given() -> None:
+def test_quirks_default_to_those_of_the_provider() -> None:
     streamed = ModelRequest(model="m", conversation=Conversation(), call_id="c", stream=True)
     plain = json.loads(ChatCompletions().encode(streamed))
     assert plain["stream_options"] == {"include_usage": True}
     picky = json.loads(ChatCompletions(Quirks(stream_options=False)).encode(streamed))
     assert "stream_options" not in picky
-    assert quirks_at("api.deepseek.com:443").replay_reasoning == "reasoning_content"
+    assert find_quirks("api.deepseek.com:443").replay_reasoning == "reasoning_content"

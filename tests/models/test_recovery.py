@@ -13,13 +13,13 @@ from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Sampling
 from hermes_rl.models.calls import (
-    Again,
     Failure,
     FallBack,
     GiveUp,
     Recovery,
+    Resend,
     RetryPolicy,
-    Rotate,
+    SwitchAccount,
     Wait,
 )
 from hermes_rl.models.errors import table
@@ -48,7 +48,7 @@ class Plan:
 
     def sent(self, max_tokens=None, prompt="hi", *, exact=False):
         request = self.kit.request(prompt, sampling=Sampling(max_tokens=max_tokens), exact=exact)
-        return self.call.fit(request)
+        return self.call.adapt_request(request)
 
     def failure(self, error, *, now=0.0, answered=None, routes=False, rotated=False, **request):
         client = SimpleNamespace(bound=lambda request: 11)
@@ -82,9 +82,9 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("reason", ADAPTED)
-def test_a_refused_feature_is_left_out_once_and_for_the_rest_of_the_conversation(recovery, reason):
+def test_refused_feature_is_left_out_for_the_conversation(recovery, reason):
     plan, error = recovery(), refused(reason)
-    assert plan.decide(error, prompt=SMALL) == Again()
+    assert plan.decide(error, prompt=SMALL) == Resend()
     assert plan.sent().adaptations == {ADAPTED[reason]}
     for _ in range(2):
         assert plan.decide(error, prompt=SMALL) == GiveUp(error), "it did not help"
@@ -95,9 +95,9 @@ def test_a_refused_feature_is_left_out_once_and_for_the_rest_of_the_conversation
 
 
 @pytest.mark.parametrize("policy", [{}, {"adapt": False}])
-def test_the_new_name_of_the_output_bound_is_learned_for_exact_requests_too(recovery, policy):
+def test_renamed_output_limit_is_learned_for_exact_requests(recovery, policy):
     plan = recovery(**policy)
-    assert plan.decide(RENAMED, exact=True) == Again()
+    assert plan.decide(RENAMED, exact=True) == Resend()
     assert plan.sent().adaptations == {"completion_cap"}
     assert plan.decide(RENAMED, exact=True) == GiveUp(RENAMED)
 
@@ -114,18 +114,18 @@ def test_the_new_name_of_the_output_bound_is_learned_for_exact_requests_too(reco
         (refused("format_error", no_images=True), "no image", []),
     ],
 )
-def test_large_images_are_shrunk_before_images_are_left_out(recovery, error, prompt, steps):
+def test_large_images_are_shrunk_before_removal(recovery, error, prompt, steps):
     plan = recovery()
     for number in range(len(steps)):
-        assert plan.decide(error, prompt=prompt) == Again()
+        assert plan.decide(error, prompt=prompt) == Resend()
         assert plan.sent().adaptations == set(steps[: number + 1])
     assert plan.decide(error, prompt=prompt) == GiveUp(error)
 
 
-def test_adaptations_add_up_and_belong_to_their_route(recovery):
+def test_adaptations_accumulate_per_route(recovery):
     plan = recovery()
     for reason in ADAPTED:
-        assert plan.decide(refused(reason), prompt=SMALL) == Again()
+        assert plan.decide(refused(reason), prompt=SMALL) == Resend()
     assert plan.sent().adaptations == set(ADAPTED.values())
     assert plan.decide(refused("billing"), routes=True) == FallBack()
     assert plan.sent().adaptations == frozenset()
@@ -134,23 +134,26 @@ def test_adaptations_add_up_and_belong_to_their_route(recovery):
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [
-        *((reason, Rotate) for reason in ("auth", "auth_permanent", "billing", "rate_limit")),
+        *(
+            (reason, SwitchAccount)
+            for reason in ("auth", "auth_permanent", "billing", "rate_limit")
+        ),
         *((reason, Wait) for reason in ("upstream_rate_limit", "overloaded", "server_error")),
     ],
 )
-def test_another_account_is_used_where_the_account_is_the_reason(recovery, reason, kind):
+def test_account_is_switched_for_account_errors(recovery, reason, kind):
     assert type(recovery().decide(refused(reason), rotated=True, routes=True)) is kind
 
 
-def test_a_cap_of_the_model_is_kept_and_the_room_in_a_full_window_is_for_one_call(recovery):
+def test_model_output_cap_is_kept_and_window_cap_is_for_one_call(recovery):
     plan = recovery()
     cap = refused("format_error", max_output_tokens=4096)
-    assert plan.decide(cap, max_tokens=9000) == Again()
+    assert plan.decide(cap, max_tokens=9000) == Resend()
     for _ in range(2):
         assert [plan.sent(n).sampling.max_tokens for n in (9000, None, 100)] == [4096, 4096, 100]
         plan.begin()
     plan, full = recovery(), refused("context_overflow", max_output_tokens=2000)
-    assert plan.decide(full, max_tokens=4000) == Again()
+    assert plan.decide(full, max_tokens=4000) == Resend()
     assert plan.sent(4000).sampling.max_tokens == 2000
     assert plan.decide(full, max_tokens=2000) == GiveUp(full), "once"
     plan.begin()
@@ -158,7 +161,7 @@ def test_a_cap_of_the_model_is_kept_and_the_room_in_a_full_window_is_for_one_cal
 
 
 @pytest.mark.parametrize("cap", [100, 4000, None])
-def test_a_full_window_ends_the_call_where_fewer_output_tokens_do_not_help(recovery, cap):
+def test_full_window_ends_the_call_if_a_lower_limit_cannot_help(recovery, cap):
     error = refused("context_overflow", max_output_tokens=cap)
     assert recovery().decide(error, max_tokens=4000) == GiveUp(error)
 
@@ -198,7 +201,7 @@ AT_ONCE.append(failed(e.RateLimited, 429, retry_after_s=31))
     ("error", "tries"),
     [*((x, 0) for x in AT_ONCE), *((x, 2) for x in LATER), *((x, None) for x in NEVER)],
 )
-def test_a_fallback_comes_at_once_or_after_two_tries_or_never(recovery, error, tries):
+def test_fallback_is_immediate_after_two_failures_or_never(recovery, error, tries):
     plan = recovery(adapt=False)
     if tries is None:
         assert plan.decide(error, routes=True) == GiveUp(error)
@@ -211,13 +214,13 @@ def test_a_fallback_comes_at_once_or_after_two_tries_or_never(recovery, error, t
     assert plan.call.route == 1, "no return in this conversation"
 
 
-def test_calls_under_way_at_once_learn_from_each_other_and_give_up_alone(recovery):
+def test_concurrent_calls_share_adaptations_but_not_failures(recovery):
     error, gone = refused("thinking_signature"), refused("model_not_found")
     one = recovery()
     two = recovery(one.rollout)
     failures = [plan.failure(error) for plan in (one, two)]
-    assert one.call.decide(failures[0]) == Again()
-    assert two.call.decide(failures[1]) == Again(), "it was sent before the first was refused"
+    assert one.call.decide(failures[0]) == Resend()
+    assert two.call.decide(failures[1]) == Resend(), "it was sent before the first was refused"
     assert two.sent().adaptations == {"no_signatures"}
     assert one.decide(gone, routes=True) == two.decide(gone, routes=True) == FallBack()
     assert (one.call.route, two.call.route, one.rollout.begin().route) == (1, 1, 1)
@@ -227,13 +230,13 @@ def test_calls_under_way_at_once_learn_from_each_other_and_give_up_alone(recover
     ("hint", "pauses"),
     [(None, [1, 2, 4, 8, 10, 10]), (7, [8, 9, 11]), (86_400, [601, 602])],
 )
-def test_pauses_double_to_the_cap_on_top_of_the_servers_hint(recovery, hint, pauses):
+def test_pauses_double_up_to_the_cap_after_the_hint(recovery, hint, pauses):
     plan = recovery(base_s=1.0, cap_s=10.0)
     error = failed(e.RateLimited, 429, retry_after_s=hint)
     assert [plan.decide(error).seconds for _ in pauses] == pauses
 
 
-def test_connections_are_renewed_once_a_call_after_two_losses_in_a_row(recovery):
+def test_connections_are_renewed_once_after_two_losses(recovery):
     plan, lost, busy = recovery(), failed(e.ConnectionLost), failed(e.Overloaded, 529)
     assert [plan.decide(lost).renew for _ in range(4)] == [False, True, False, False]
     plan.begin()
@@ -242,7 +245,7 @@ def test_connections_are_renewed_once_a_call_after_two_losses_in_a_row(recovery)
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_only_a_request_that_may_have_been_served_needs_a_share_of_the_traffic(recovery, served):
+def test_only_possibly_served_requests_need_a_retry_token(recovery, served):
     for error in (failed(e.ConnectionLost, served=served), failed(e.ServerError, served=served)):
         assert recovery().decide(error).paid is served
 
@@ -250,9 +253,7 @@ def test_only_a_request_that_may_have_been_served_needs_a_share_of_the_traffic(r
 @pytest.mark.parametrize(
     ("answered", "kind"), [(None, e.Outage), (50.0, e.Outage), (150.0, e.Overloaded)]
 )
-def test_the_end_of_patience_says_whether_the_endpoint_or_the_request_fails(
-    recovery, answered, kind
-):
+def test_time_limit_blames_endpoint_or_request(recovery, answered, kind):
     plan = recovery(outage_s=600)
     error = e.Overloaded("529: Overloaded", status=529, request_id="r")
     assert isinstance(plan.decide(error, now=100.0), Wait)
@@ -261,11 +262,13 @@ def test_the_end_of_patience_says_whether_the_endpoint_or_the_request_fails(
     assert (last.error.reason, last.error.status, last.error.request_id) == ("overloaded", 529, "r")
 
 
-def test_waiting_for_a_share_of_the_traffic_ends_with_patience_too(recovery):
+def test_waiting_for_a_retry_token_is_limited_in_time(recovery):
     plan, error = recovery(outage_s=600), failed(e.ConnectionLost, served=True)
     assert isinstance(plan.decide(error), Wait)
-    assert plan.call.hold(plan.failure(error, now=10.0)) == Wait(30.0, paid=True)
-    assert isinstance(plan.call.hold(plan.failure(error, now=590.0)).error, e.Outage)
+    assert plan.call.wait_for_retry_token(plan.failure(error, now=10.0)) == Wait(30.0, paid=True)
+    assert isinstance(
+        plan.call.wait_for_retry_token(plan.failure(error, now=590.0)).error, e.Outage
+    )
 
 
 failures = st.builds(
@@ -286,7 +289,7 @@ situations = st.fixed_dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(failures, situations), min_size=1, max_size=12))
-def test_every_call_comes_to_an_end(kit, script):
+def test_every_call_ends(kit, script):
     """Whatever fails, again and again, in any order: at some time it is given up."""
     plan, now, routes = Plan(kit), 0.0, 3
     for turn in range(5_000):

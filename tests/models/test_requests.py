@@ -36,10 +36,10 @@ def body_of(mode, messages, *, host="127.0.0.1:1", model=None, **fields):
         stop = tuple(fields["sampling"].get("stop", ()))
         fields["sampling"] = Sampling(**{**fields["sampling"], "stop": stop})
     conversation = Conversation(messages)
-    asked = ModelRequest(
+    request = ModelRequest(
         model=model or MODES[mode], conversation=conversation, call_id="c", **fields
     )
-    sent = dialect_for(Endpoint(f"https://{host}/v1", api_mode=mode)).encode(asked)
+    sent = dialect_for(Endpoint(f"https://{host}/v1", api_mode=mode)).encode(request)
     return json.loads(sent), SERVERS[mode].decode_request(sent)
 
 
@@ -51,7 +51,7 @@ def at(body, path):
 
 
 @pytest.mark.parametrize("row", [case for case in ROWS if "messages" in case.values[0]])
-def test_a_request_is_sent(row):
+def test_requests_are_encoded(row):
     mode = row.get("mode", "chat_completions")
     messages = history_of(row["messages"])
     host = {"host": row["host"]} if "host" in row else {}
@@ -65,7 +65,7 @@ def test_a_request_is_sent(row):
 
 
 @pytest.mark.parametrize("row", [case for case in ROWS if "effort" in case.values[0]])
-def test_an_effort_is_thinking_of_the_models_kind(row):
+def test_effort_becomes_adaptive_or_budgeted_thinking(row):
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "reasoning": row["effort"]}
     body, _ = body_of(
         "anthropic_messages",
@@ -86,7 +86,7 @@ def test_an_effort_is_thinking_of_the_models_kind(row):
     [(mode, case.values[0]) for mode in ("anthropic_messages", "codex_responses")
      for case in cases("refusals", mode)],
 )  # fmt: skip
-def test_a_server_refuses_what_the_api_refuses(mode, row):
+def test_fake_server_refuses_what_the_api_refuses(mode, row):
     form = {
         "model": "m",
         "max_tokens": 2000,
@@ -99,7 +99,7 @@ def test_a_server_refuses_what_the_api_refuses(mode, row):
     assert row["why"] in str(refused.value)
 
 
-def test_a_server_of_responses_reads_what_other_clients_send():
+def test_responses_server_decodes_other_clients():
     form = {
         "model": "m",
         "input": [
@@ -128,7 +128,7 @@ def marks_of(body):
 
 
 @pytest.mark.parametrize(("cache", "marker"), [("5m", {}), ("1h", {"ttl": "1h"}), (None, None)])
-def test_system_and_the_last_three_are_marked(cache, marker):
+def test_system_and_last_three_messages_are_marked(cache, marker):
     turns = [
         m for i in range(5) for m in (UserMessage(content=f"{i}"), AssistantMessage(content="ok"))
     ]
@@ -144,7 +144,7 @@ def test_system_and_the_last_three_are_marked(cache, marker):
     assert read.cache == cache
 
 
-def test_thinking_and_empty_results_carry_no_marker():
+def test_thinking_and_empty_results_have_no_marker():
     thought = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
     only = AssistantMessage(content=" ", reasoning_details=[thought])
     messages = [UserMessage(content="a"), only, UserMessage(content="b")]
@@ -165,7 +165,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("host", "key", "sent"), KEYS)
-def test_the_key_of_messages_goes_where_the_server_looks_for_it(host, key, sent):
+def test_messages_key_is_sent_in_the_expected_header(host, key, sent):
     endpoint = Endpoint(f"https://{host}", api_mode="anthropic_messages")
     headers = dialect_for(endpoint).headers(key)
     found = {name: headers[name] for name in ("x-api-key", "authorization") if name in headers}
@@ -184,7 +184,7 @@ def test_the_key_of_messages_goes_where_the_server_looks_for_it(host, key, sent)
     ],
 )
 @pytest.mark.parametrize("chars", [40, 46, 64, 65])
-def test_ids_of_other_servers_are_as_long_as_a_provider_takes_them(mode, host, most, chars):
+def test_long_call_ids_are_shortened_per_provider(mode, host, most, chars):
     """vLLM gives `chatcmpl-tool-` and 32 digits."""
     call = ToolCall(id="x" * chars, name="t", arguments="{}")
     result = ToolMessage(tool_call_id=call.id, name="t", content="out")
@@ -212,7 +212,7 @@ COMMENTED = [
 ]  # fmt: skip
 
 
-def test_items_go_back_in_the_order_in_which_they_came():
+def test_items_are_replayed_in_original_order():
     mode, hi = "codex_responses", UserMessage(content="hi")
     form = {"id": "r", "status": "completed", "model": "m", "output": COMMENTED}
     answer = decode(json.dumps(form).encode(), mode=mode)
@@ -238,7 +238,7 @@ def test_items_go_back_in_the_order_in_which_they_came():
         ]  # fmt: skip
 
 
-def test_a_refusal_is_a_part_of_its_own():
+def test_refusal_is_a_separate_part():
     server = SERVERS["codex_responses"]
     sent = Completion(message=AssistantMessage(content="No."), finish_reason="refusal", usage=None)
     body = server.encode_answer(sent, answer_id="resp_1")

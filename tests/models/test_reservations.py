@@ -30,7 +30,7 @@ async def test_each_request_is_reserved_and_settled(kit, stage):
         assert lost > known > 0
 
 
-async def test_a_call_that_is_cancelled_in_the_queue_gives_its_reservation_back(kit, stage):
+async def test_call_cancelled_in_the_queue_returns_its_reservation(kit, stage):
     """The one that was sent keeps its worst case: the server may have served it."""
     budget = kit.budget_of(run_tokens=10**6)
     lease = budget.leases["run:tokens"]
@@ -51,11 +51,11 @@ async def test_a_call_that_is_cancelled_in_the_queue_gives_its_reservation_back(
         assert (lease.spent, lease.reserved) == (worst, 0)
 
 
-async def test_the_worst_case_in_dollars_is_reserved_at_the_routes_price(kit, stage):
-    own = {"noop": read_price({"input": 1, "output": 2})}
+async def test_worst_case_in_dollars_uses_the_route_price(kit, stage):
+    custom = {"noop": read_price({"input": 1, "output": 2})}
     request = kit.request("hi", sampling=Sampling(max_tokens=100))
     async with stage() as s:
-        priced = replace(s.route(await s.server(), "noop"), prices=PriceTable(own=own))
+        priced = replace(s.route(await s.server(), "noop"), prices=PriceTable(user_prices=custom))
         await s.caller(priced, price=lambda model, usage: 0.25).call(request, turn=1)
         assert s.events.ends[0].cost_usd == 0.25
         worst = (s.events.starts[0].max_input_tokens + 2 * 100) * 1000

@@ -8,7 +8,7 @@ import pytest
 from hermes_rl import errors as e
 from hermes_rl.events import CallEnded, CallStarted, Waited
 from hermes_rl.messages import AssistantMessage
-from hermes_rl.models import Completion, KeyRenewed, NoNewKey
+from hermes_rl.models import Completion, KeyNotRenewed, KeyRenewed
 from hermes_rl.models.calls import Account, KeyPool, ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Cooldowns, Limiter, Traffic
 
@@ -52,7 +52,7 @@ def setup(kit):
     return made
 
 
-async def test_each_request_is_a_call_of_its_own(kit, setup):
+async def test_each_request_is_recorded_as_a_call(kit, setup):
     s = setup(
         (
             e.RateLimited("429", status=429, request_id="r1", retry_after_s=5),
@@ -97,7 +97,7 @@ BEGUN = (
     ("error", "requests", "outcome"),
     [*((kind("no"), 1, "refused") for kind in FINAL), *((error, 4, "cut") for error in BEGUN)],
 )
-async def test_final_errors_are_raised_at_once_and_begun_answers_are_tried_a_few_times(
+async def test_final_errors_are_not_retried_and_broken_answers_only_a_few_times(
     setup, error, requests, outcome
 ):
     s = setup((error,), max_attempts=4)
@@ -107,7 +107,7 @@ async def test_final_errors_are_raised_at_once_and_begun_answers_are_tried_a_few
     assert {x.outcome for x in s.events.ends} == {outcome}
 
 
-async def test_ten_minutes_of_429_are_waited_out(setup):
+async def test_ten_minutes_of_rate_limits_are_waited_for(setup):
     """An outage is bounded by time, not by a count, and pauses never exceed the cap."""
     s = setup((e.RateLimited("429"),))
     began = s.time.now
@@ -126,11 +126,11 @@ async def test_ten_minutes_of_429_are_waited_out(setup):
         e.ConnectionLost("refused"),
     ],
 )
-async def test_a_failing_server_is_waited_for_while_it_answers_nobody(setup, error):
+async def test_failing_server_without_answers_is_waited_for(setup, error):
     assert await setup((error,), max_attempts=2).waits_out(600)
 
 
-async def test_an_outage_ends_after_its_time(setup):
+async def test_outage_is_raised_after_the_time_limit(setup):
     s = setup((e.Overloaded("529"),), outage_s=100)
     began = s.time.now
     with pytest.raises(e.Outage, match=r"no answer for .. s, the last error: 529") as caught:
@@ -141,14 +141,14 @@ async def test_an_outage_ends_after_its_time(setup):
     assert s.sent()[0] > 5
 
 
-async def test_retry_after_is_obeyed_for_ten_minutes_at_most(kit, setup):
+async def test_retry_after_is_obeyed_up_to_ten_minutes(kit, setup):
     s = setup((e.RateLimited("429", retry_after_s=3601), kit.ANSWER))
     assert await s.call() is kit.ANSWER
     assert s.time.slept == [600.5]
 
 
-async def test_a_request_that_fails_where_others_are_answered_is_given_up(kit, setup):
-    """The request is at fault then: the unit fails, and the run goes on."""
+async def test_request_that_fails_while_others_succeed_is_given_up(kit, setup):
+    """The request is at fault: the unit fails, and the run continues."""
     s = setup((e.ServerError("500: CUDA error", status=500),), max_attempts=4)
     task = asyncio.create_task(s.call())
     while not task.done():
@@ -160,7 +160,7 @@ async def test_a_request_that_fails_where_others_are_answered_is_given_up(kit, s
         await task
 
 
-async def test_retries_that_may_be_paid_twice_are_a_share_of_the_traffic(kit, setup):
+async def test_retries_that_may_be_billed_twice_are_throttled(kit, setup):
     """40 rollouts meet an endpoint that loses every answer: a few retries at once, then a trickle
     until it answers again, and no rollout is lost."""
     s = setup((e.ConnectionLost("reset", served=True),))
@@ -169,8 +169,8 @@ async def test_retries_that_may_be_paid_twice_are_a_share_of_the_traffic(kit, se
         calls = [group.create_task(s.call()) for _ in range(40)]
         await kit.until(lambda: s.time.now - began >= 300, step=0)
         retries = s.sent()[0] - 40
-        # START + 40 calls / 5 + one in FLOOR_S seconds
-        assert 10 <= retries <= 10 + 8 + 400 / Traffic.FLOOR_S
+        # INITIAL + 40 calls / 5 + one in EARN_S seconds
+        assert 10 <= retries <= 10 + 8 + 400 / Traffic.EARN_S
         s.client.outcomes = [kit.ANSWER]
     assert all(call.result() is kit.ANSWER for call in calls)
 
@@ -183,7 +183,7 @@ def ended(reason, usage):
     ("reason", "raised", "outcomes"),
     [("content_filter", e.ContentFiltered, ["ok"]), ("abort", None, ["cut", "ok"])],
 )
-async def test_a_withheld_answer_is_paid_and_asked_for_again_where_that_may_help(
+async def test_withheld_answer_is_billed_and_retried_if_aborted(
     kit, setup, reason, raised, outcomes
 ):
     s = setup((ended(reason, kit.ANSWER.usage), kit.ANSWER))
@@ -197,7 +197,7 @@ async def test_a_withheld_answer_is_paid_and_asked_for_again_where_that_may_help
     ]
 
 
-async def test_errors_of_other_clients_are_classified_and_bugs_pass_through(kit, setup):
+async def test_foreign_exceptions_are_classified_and_bugs_propagate(kit, setup):
     s = setup((ConnectionRefusedError(111, "refused"), kit.ANSWER))
     assert await s.call() is kit.ANSWER
     assert [x.outcome for x in s.events.ends] == ["refused", "ok"]
@@ -208,7 +208,7 @@ async def test_errors_of_other_clients_are_classified_and_bugs_pass_through(kit,
     assert (s.events.ends[0].outcome, s.events.ends[0].error) == ("unknown", "ZeroDivisionError")
 
 
-async def test_a_cancelled_pause_ends_at_once_and_is_recorded(kit):
+async def test_cancelled_pause_ends_at_once_and_is_recorded(kit):
     client, events = kit.Scripted(e.RateLimited("429", retry_after_s=500)), kit.Events()
     limiter = Limiter(1)
     calling = ModelCaller([Route.single("", client, limiter)], events)
@@ -221,7 +221,7 @@ async def test_a_cancelled_pause_ends_at_once_and_is_recorded(kit):
     assert (limiter.in_flight, len(events.waited), len(events.starts)) == (0, 1, 1)
 
 
-async def test_waiting_for_a_slot_is_not_the_models_time(kit, stage):
+async def test_waiting_for_a_slot_is_not_model_time(kit, stage):
     async with stage() as s:
         server = await s.server(latency_s=0.15)
         calling = s.caller(Route.single("noop", s.client(server), Limiter(1)))
@@ -240,13 +240,11 @@ def busy(seconds):
 
 NO = e.AuthError("401", status=401)
 POOR = e.BillingError("402", status=402, retry_after_s=1.0)
-ENDED = NoNewKey("401: expired", status=401)
+ENDED = KeyNotRenewed("401: expired", status=401)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-async def test_keys_that_cool_down_shorter_than_a_request_do_not_take_turns_for_ever(
-    setup, seconds
-):
+async def test_short_cooldowns_do_not_alternate_keys_forever(setup, seconds):
     s = setup((busy(seconds),), (busy(seconds),), takes_s=2.0, outage_s=120.0)
     with pytest.raises(e.Outage):
         await s.call()
@@ -255,21 +253,21 @@ async def test_keys_that_cool_down_shorter_than_a_request_do_not_take_turns_for_
 
 
 @pytest.mark.parametrize("error", [NO, POOR])
-async def test_two_keys_that_are_refused_end_the_call(setup, error):
+async def test_two_refused_keys_end_the_call(setup, error):
     s = setup((error,), (error,), takes_s=2.0)
     with pytest.raises(type(error)):
         await s.call()
     assert sum(s.sent()) <= 3
 
 
-async def test_a_rate_limited_key_is_waited_for_though_the_other_is_refused(kit, setup):
+async def test_rate_limited_key_is_waited_for_if_the_other_is_refused(kit, setup):
     s = setup((busy(30.0), busy(30.0), kit.ANSWER), (NO,), takes_s=2.0)
     assert await s.call() is kit.ANSWER
     assert s.sent() == [3, 1]
     assert sum(s.time.slept) >= 30
 
 
-async def test_a_key_with_a_command_is_renewed_or_waited_for_while_others_are_used(kit, setup):
+async def test_expired_key_is_renewed_or_replaced_or_waited_for(kit, setup):
     s = setup((KeyRenewed("401: expired", status=401), kit.ANSWER))
     assert await s.call() is kit.ANSWER
     assert (s.sent(), s.time.slept) == ([2], [])

@@ -137,7 +137,7 @@ def completions(draw, mode):
 @each_dialect
 @few
 @given(st.data(), st.booleans(), st.integers(1, 60), st.integers(1, 30))
-def test_an_answer_comes_back_as_it_was(mode, data, stream, cut, piece_chars):
+def test_answers_round_trip(mode, data, stream, cut, piece_chars):
     """But for what only the receiver knows."""
     sent = data.draw(completions(mode))
     server = type(SERVERS[mode])(piece_chars=piece_chars)
@@ -157,7 +157,7 @@ def test_an_answer_comes_back_as_it_was(mode, data, stream, cut, piece_chars):
 @each_dialect
 @few
 @given(st.binary(max_size=60), st.booleans())
-def test_no_bytes_break_a_decoder(mode, data, stream):
+def test_arbitrary_bytes_do_not_break_decoders(mode, data, stream):
     for body in (data, b"data: " + data + b"\n\n", b'data: {"type":' + data + b"\n\n"):
         with contextlib.suppress(e.ModelError):
             decode(body, mode=mode, stream=stream)
@@ -215,7 +215,7 @@ def understood(message, mode):
 
 @few
 @given(histories(), st.booleans())
-def test_a_server_of_responses_reads_the_messages_that_were_sent(sent, exact):
+def test_responses_server_decodes_sent_messages(sent, exact):
     read = SERVERS[RESPONSES].decode_request(encode(sent, mode=RESPONSES, exact=exact))
     prepared = sent if exact else prepare(sent)
     assert list(read.messages) == [understood(message, RESPONSES) for message in prepared]
@@ -223,7 +223,7 @@ def test_a_server_of_responses_reads_the_messages_that_were_sent(sent, exact):
 
 @few
 @given(any_messages(CHAT))
-def test_chat_completions_carry_any_messages_exactly(sent):
+def test_chat_completions_round_trip_any_messages(sent):
     read = SERVERS[CHAT].decode_request(encode(sent, mode=CHAT, exact=True))
     assert list(read.messages) == [understood(message, CHAT) for message in sent]
 
@@ -231,7 +231,7 @@ def test_chat_completions_carry_any_messages_exactly(sent):
 @each_dialect
 @few
 @given(st.data(), st.sampled_from([None, "5m", "1h"]))
-def test_any_history_is_taken(mode, data, cache):
+def test_any_history_is_accepted(mode, data, cache):
     sent = with_unique_ids(data.draw(any_messages(mode)))
     read = SERVERS[mode].decode_request(encode(sent, mode=mode, cache=cache))
     assert (read.cache_marks or 0) <= 4
@@ -250,7 +250,7 @@ def official_body():
 
 @unshrunk
 @given(histories())
-def test_the_official_package_knows_the_form_of_every_body(sent):
+def test_official_package_validates_every_body(sent):
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     seen = UserMessage(content=[{"type": "text", "text": "see"}, image])
     tool = {"name": "t", "description": "d", "parameters": {"type": "object"}}
@@ -266,7 +266,7 @@ def test_the_official_package_knows_the_form_of_every_body(sent):
 
 @unshrunk
 @given(completions(RESPONSES))
-def test_the_official_package_knows_the_form_of_every_answer(sent):
+def test_official_package_validates_every_answer(sent):
     known = replace(sent, finish_reason="length") if sent.finish_reason == "abort" else sent
     body = SERVERS[RESPONSES].encode_answer(known, answer_id="resp_1")
     read = Response.model_validate_json(body, strict=True)

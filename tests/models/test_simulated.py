@@ -5,6 +5,7 @@ import asyncio
 import random
 import selectors
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -48,12 +49,21 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class Server:
-    """A client of a server that admits `per_minute` requests by a token bucket."""
+    """A client of a server that admits `per_minute` requests by a token bucket.
+
+    Args:
+        headers: whether answers report the limits.
+        hint_s: Retry-After of refusals.
+    """
 
     api_mode = endpoint = "simulated"
 
-    def __init__(self, per_minute, chance, *, burst_s=5.0, hint_s=None, latency_s=0.25):
-        rate = RateLimits(requests=per_minute, burst_s=burst_s, retry_after_s=hint_s)
+    def __init__(
+        self, per_minute, chance, *, burst_s=5.0, hint_s=None, latency_s=0.25, headers=False
+    ):
+        rate = RateLimits(
+            requests=per_minute, burst_s=burst_s, retry_after_s=hint_s, headers=headers
+        )
         self.limits, self.chance = Limits(rate), chance
         self.hint_s, self.latency_s = hint_s, latency_s
         self.ends = []
@@ -61,13 +71,14 @@ class Server:
 
     async def complete(self, request):
         now = asyncio.get_running_loop().time()
-        admitted = self.limits.admit("", {"requests": 1}, now).refused is None
-        self.ends.append((now, admitted))
-        if not admitted:
+        verdict = self.limits.admit("", {"requests": 1}, now)
+        headers = self.limits.headers(verdict, "chat_completions", now)
+        self.ends.append((now, verdict.refused is None))
+        if verdict.refused is not None:
             await asyncio.sleep(0.02)
-            raise RateLimited("429", status=429, retry_after_s=self.hint_s)
+            raise RateLimited("429", status=429, retry_after_s=self.hint_s, rate_limit=headers)
         await asyncio.sleep(self.latency_s * self.chance.uniform(0.5, 1.5))
-        return ANSWER
+        return replace(ANSWER, rate_limit=headers)
 
     def bound(self, request):
         return 11
@@ -127,11 +138,22 @@ def nothing():
     pass
 
 
-@pytest.mark.parametrize("burst_s", [60.0, 1.0])
-def test_callers_that_were_refused_together_do_not_come_back_together(kit, burst_s):
-    """All 64 callers of eight workers are refused in the first second. From the third minute on
-    85 % of the rate is used, under 5 % are refused, and so it is a minute after it doubled."""
-    server = Server(150, random.Random(1), burst_s=burst_s, hint_s=89.0, latency_s=0.05)
+@pytest.mark.parametrize(
+    "server",
+    [
+        {"headers": True},
+        {"latency_s": 0.05},
+        {"latency_s": 0.001},
+        {"burst_s": 60.0, "hint_s": 89.0, "latency_s": 0.05},
+        {"burst_s": 1.0, "hint_s": 89.0, "latency_s": 0.05},
+    ],
+    ids=["headers", "refusals", "instant answers", "long hints", "long hints, small burst"],
+)
+def test_eight_workers_find_and_follow_the_allowed_rate(kit, server):
+    """From the third minute on, 64 callers of eight workers use 85 % of the rate, under 5 % of
+    their requests are refused, and a doubled rate is used within a minute. Without headers all are
+    refused in the first second; with long hints they must not return together."""
+    server = Server(150, random.Random(1), **server)
 
     def double():
         server.limits.factor = 2.0
@@ -145,7 +167,7 @@ def test_callers_that_were_refused_together_do_not_come_back_together(kit, burst
 
 @pytest.mark.parametrize("strategy", ["fill_first", "round_robin"])
 @pytest.mark.parametrize("keys", [1, 2])
-def test_keys_add_up_where_refusals_name_no_time(kit, keys, strategy):
+def test_rates_of_keys_add_up_without_retry_hints(kit, keys, strategy):
     chance = random.Random(1)
     servers = [Server(300, chance) for _ in range(keys)]
     play(kit, servers, [(360, nothing)], callers=32, strategy=strategy)
@@ -154,7 +176,7 @@ def test_keys_add_up_where_refusals_name_no_time(kit, keys, strategy):
     assert refused < 0.05
 
 
-def test_a_key_that_admits_nobody_for_hours_is_only_tried_now_and_then(kit):
+def test_blocked_key_is_probed_rarely(kit):
     chance = random.Random(1)
     servers = [Server(0.001, chance), Server(300, chance)]
     play(kit, servers, [(360, nothing)], callers=32)

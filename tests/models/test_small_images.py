@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from hermes_rl.messages import AssistantMessage, UserMessage
-from hermes_rl.models.prepare import MOST_BYTES, MOST_SIDE, can_shrink, small_images
+from hermes_rl.models.prepare import MOST_BYTES, MOST_SIDE, has_shrinkable_image, small_images
 
 
 def url_of(image, kind="PNG", **options):
@@ -26,14 +26,14 @@ def picture(url, **more):
 def made_small(url):
     """The image that is sent for an address, and its file; the same address again gives the same
     bytes."""
-    asked = [UserMessage(content=[picture(url, detail="high")])]
-    assert can_shrink(asked)
-    (sent,) = small_images(asked)
-    assert small_images(asked) == [sent]
-    assert not can_shrink([sent])
-    given = sent.content[0]["image_url"]
-    assert given["detail"] == "high"
-    file = base64.b64decode(given["url"].partition(",")[2])
+    request = [UserMessage(content=[picture(url, detail="high")])]
+    assert has_shrinkable_image(request)
+    (sent,) = small_images(request)
+    assert small_images(request) == [sent]
+    assert not has_shrinkable_image([sent])
+    fields = sent.content[0]["image_url"]
+    assert fields["detail"] == "high"
+    file = base64.b64decode(fields["url"].partition(",")[2])
     return Image.open(io.BytesIO(file)), file
 
 
@@ -43,14 +43,14 @@ def drawn(mode, size):
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "1", "RGB", "RGBA"])
-def test_the_longer_side_is_bounded_and_drawings_stay_png(mode):
+def test_longer_side_is_limited_and_png_stays_png(mode):
     image, _ = made_small(url_of(drawn(mode, (3 * MOST_SIDE, 300))))
     assert (image.size, image.format) == ((MOST_SIDE, 100), "PNG")
     if mode == "RGBA":
         assert image.getpixel((0, 0))[3] == 0, "still transparent"
 
 
-def test_photographs_stay_jpeg_and_upright():
+def test_jpeg_stays_jpeg_and_upright():
     turned = Image.Exif()
     turned[0x0112] = 6  # to be shown turned by 90 degrees
     image, _ = made_small(url_of(drawn("RGB", (2 * MOST_SIDE, 400)), "JPEG", exif=turned))
@@ -78,25 +78,27 @@ LEFT = [
 
 
 @pytest.mark.parametrize("url", LEFT)
-def test_what_is_small_or_no_image_here_stays_the_same_object(url):
-    told = UserMessage(content=[{"type": "text", "text": "see"}, picture(url), {"type": "file"}])
-    asked = [told, AssistantMessage(content="a"), UserMessage(content="plain")]
-    assert not can_shrink(asked)
-    assert all(a is b for a, b in zip(small_images(asked), asked, strict=True))
+def test_small_images_and_other_parts_stay_the_same_object(url):
+    reported = UserMessage(
+        content=[{"type": "text", "text": "see"}, picture(url), {"type": "file"}]
+    )
+    request = [reported, AssistantMessage(content="a"), UserMessage(content="plain")]
+    assert not has_shrinkable_image(request)
+    assert all(a is b for a, b in zip(small_images(request), request, strict=True))
 
 
-def test_what_cannot_be_made_smaller_stays():
+def test_unreadable_images_stay_unchanged():
     """Broken behind its head, or of more shades than a smaller one could keep."""
     head, _, data = url_of(drawn("RGB", (2 * MOST_SIDE, 50))).partition(",")
     broken = f"{head},{base64.b64encode(base64.b64decode(data)[:60]).decode()}"
     for url in (broken, url_of(Image.new("I;16", (2 * MOST_SIDE, 9), 40_000))):
-        asked = [UserMessage(content=[picture(url)])]
-        assert small_images(asked)[0] is asked[0]
+        request = [UserMessage(content=[picture(url)])]
+        assert small_images(request)[0] is request[0]
 
 
-def test_an_address_may_stand_alone():
-    asked = [UserMessage(content=[{"type": "image_url", "image_url": "data:image/png;base64,"}])]
-    assert small_images(asked) == asked
+def test_image_url_may_be_plain_text():
+    request = [UserMessage(content=[{"type": "image_url", "image_url": "data:image/png;base64,"}])]
+    assert small_images(request) == request
     wide = {"type": "image_url", "image_url": url_of(drawn("RGB", (2 * MOST_SIDE, 9)))}
     (sent,) = small_images([UserMessage(content=[wide])])
     assert isinstance(sent.content[0]["image_url"], str)
@@ -108,13 +110,13 @@ import sys
 sys.modules["PIL"] = None
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.prepare import small_images
-from hermes_rl.models.prepare import can_shrink
+from hermes_rl.models.prepare import has_shrinkable_image
 asked = [UserMessage(content=[{"type": "image_url", "image_url": {"url": sys.stdin.read()}}])]
-assert not can_shrink(asked)
+assert not has_shrinkable_image(asked)
 assert small_images(asked) == asked
 """
 
 
-def test_without_pillow_all_stays():
+def test_images_stay_unchanged_without_pillow():
     wide = url_of(drawn("RGB", (2 * MOST_SIDE, 9)))
     subprocess.run([sys.executable, "-c", WITHOUT], input=wide, text=True, check=True, timeout=60)

@@ -56,7 +56,7 @@ def head(*lines, version="1.1"):
 
 
 @TRANSPORTS
-async def test_a_slow_answer_is_fine_while_it_moves(kit, transport):
+async def test_slow_answer_is_read_while_it_makes_progress(kit, transport):
     """There is no limit on the whole call."""
     pieces = [head(f"content-length: {len(ANSWER)}"), *(bytes([b]) for b in ANSWER)]
     async with serving(*pieces, pause=0.025) as url:
@@ -68,13 +68,13 @@ async def test_a_slow_answer_is_fine_while_it_moves(kit, transport):
 
 
 @TRANSPORTS
-async def test_an_answer_that_ends_with_its_connection(kit, transport):
+async def test_answer_may_end_with_its_connection(kit, transport):
     async with serving(head(version="1.0"), ANSWER) as url:
         assert (await ask(kit, url, transport)).message.content == "hi"
 
 
 @TRANSPORTS
-async def test_a_server_that_hangs_up_unannounced_after_a_stream_loses_no_call(kit, transport):
+async def test_server_that_closes_after_a_stream_loses_no_call(kit, transport):
     """As llama.cpp does; the next request comes at once."""
     events = kit.stream_of({"content": "hi"})
     lines = "content-type: text/event-stream", "transfer-encoding: chunked"
@@ -88,7 +88,7 @@ async def test_a_server_that_hangs_up_unannounced_after_a_stream_loses_no_call(k
 
 @TRANSPORTS
 @pytest.mark.parametrize("stream", [False, True])
-async def test_connections_are_kept(kit, transport, stream):
+async def test_connections_are_reused_after_streams(kit, transport, stream):
     """Also where a stream ends a moment after the event that completes it."""
     ports, events = set(), kit.stream_of({"content": "hi"})
     lines = "content-type: text/event-stream", "transfer-encoding: chunked"
@@ -120,7 +120,7 @@ async def test_connections_are_kept(kit, transport, stream):
 
 @TRANSPORTS
 @pytest.mark.parametrize("reply", [b"", b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"HTTP/1.1 2"])
-async def test_no_http(kit, transport, reply):
+async def test_invalid_http_is_a_lost_connection(kit, transport, reply):
     async with serving(reply) as url:
         with pytest.raises(e.ConnectionLost, match="broke off") as caught:
             await ask(kit, url, transport)
@@ -128,7 +128,7 @@ async def test_no_http(kit, transport, reply):
 
 
 @TRANSPORTS
-async def test_a_web_page_in_the_place_of_an_answer_is_no_fault_of_the_request(kit, transport):
+async def test_web_page_in_place_of_an_answer_is_an_outage(kit, transport):
     """A proxy's login page: the run waits and is parked, its units are not given up."""
     page = b"<html><title>Sign in</title></html>"
     kind = "content-type: text/html; charset=utf-8"
@@ -144,12 +144,10 @@ async def test_a_web_page_in_the_place_of_an_answer_is_no_fault_of_the_request(k
 @pytest.mark.parametrize(
     "text", [b"upstream connect error", b"\n ok", b"\x1f\x8b\x08\x00", b"", b"7"]
 )
-async def test_text_in_the_place_of_an_answer_is_no_fault_of_the_request(
-    kit, transport, stream, text
-):
+async def test_plain_text_in_place_of_an_answer_is_an_outage(kit, transport, stream, text):
     """A gateway's: tried again for as long as an outage may last, and maybe billed."""
     async with serving(head(f"content-length: {len(text)}"), text) as url:
-        with pytest.raises(e.ServerError, match="in the place of an answer") as caught:
+        with pytest.raises(e.ServerError, match="in place of an answer") as caught:
             await ask(kit, url, transport, stream=stream)
     assert caught.value.served is True
     assert caught.value.status == 200
@@ -157,14 +155,14 @@ async def test_text_in_the_place_of_an_answer_is_no_fault_of_the_request(
 
 @TRANSPORTS
 @pytest.mark.parametrize("text", [b'{"choices": [', b"[]", b'  {"choices": 3}', b"\xef\xbb\xbf{}"])
-async def test_an_answer_that_is_bad_is_the_requests(kit, transport, text):
+async def test_malformed_answer_is_a_protocol_error(kit, transport, text):
     async with serving(head(f"content-length: {len(text)}"), text) as url:
         with pytest.raises(e.ProtocolError):
             await ask(kit, url, transport)
 
 
 @TRANSPORTS
-async def test_a_refusal_whose_body_breaks_off_is_still_that_refusal(kit, transport):
+async def test_refusal_with_truncated_body_keeps_its_type(kit, transport):
     cut = b'HTTP/1.1 401 x\r\ncontent-length: 900\r\n\r\n{"error": '
     # The package reads that body itself, and loses the status when it breaks off.
     kind = e.AuthError if transport == "http" else e.ProtocolError
@@ -183,10 +181,10 @@ async def test_redirects_are_not_followed(kit, transport):
 
 
 @TRANSPORTS
-async def test_a_key_that_a_server_repeats_is_not_shown(kit, transport):
+async def test_key_echoed_by_a_server_is_scrubbed(kit, transport):
     key = "canary+key/0123456789"
-    said = json.dumps({"error": {"message": f"bad {key} ({b64encode(key.encode()).decode()})"}})
-    reply = f"HTTP/1.1 400 x\r\ncontent-length: {len(said)}\r\n\r\n{said}".encode()
+    message = json.dumps({"error": {"message": f"bad {key} ({b64encode(key.encode()).decode()})"}})
+    reply = f"HTTP/1.1 400 x\r\ncontent-length: {len(message)}\r\n\r\n{message}".encode()
     events = kit.Events()
     async with serving(reply) as url:
         client = connect(Endpoint(url, api_key=key, transport=transport))
@@ -212,7 +210,7 @@ async def test_certificates_are_checked(kit, transport):
 
 
 @TRANSPORTS
-async def test_the_environment_is_not_asked_for_a_proxy(kit, transport, monkeypatch):
+async def test_proxy_variables_of_the_environment_are_ignored(kit, transport, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     async with FakeServer() as server:
@@ -221,14 +219,14 @@ async def test_the_environment_is_not_asked_for_a_proxy(kit, transport, monkeypa
             await ask(kit, server.base_url, transport, proxy="http://127.0.0.1:9")
 
 
-async def test_a_probe_costs_nothing():
+async def test_list_models_makes_no_model_call():
     async with FakeServer(FakeConfig(key="k-right", models=("a", "b"))) as server:
         found = await list_models(Endpoint(server.base_url, api_key="k-right"))
     assert found == ("a", "b")
     assert server.requests == 0
 
 
-async def test_a_probe_of_nobody():
+async def test_list_models_reports_an_unreachable_endpoint():
     async with FakeServer() as server:
         url = server.base_url
     with pytest.raises(e.Outage, match=r"^127\.0\.0\.1:\d+: .*Start the server"):
@@ -237,7 +235,7 @@ async def test_a_probe_of_nobody():
         await list_models(Endpoint("nowhere"))
 
 
-async def test_a_probe_with_a_wrong_key():
+async def test_list_models_raises_for_a_refused_key():
     async with FakeServer(FakeConfig(key="k-right")) as server:
         with pytest.raises(e.AuthError, match="401") as caught:
             await list_models(Endpoint(server.base_url, api_key="k-wrong-one"))
@@ -256,20 +254,20 @@ PAGE = b"<html>Error 1015 You are being rate limited</html>"
         (b"403 x", PAGE, None),  # no refused key: it does not keep a run from starting
     ],
 )
-async def test_a_probe_where_no_list_is_kept(status, body, models):
+async def test_list_models_accepts_endpoints_without_a_list(status, body, models):
     reply = b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
     async with serving(reply) as url:
         assert (await list_models(Endpoint(url))) == models
 
 
-async def test_a_probe_is_short():
+async def test_list_models_is_limited_in_time():
     async with serving(b"", pause=60) as url:
         with pytest.raises(e.Outage, match=r"no answer within 0\.2 s"):
             await list_models(Endpoint(url), seconds=0.2)
 
 
 @TRANSPORTS
-async def test_an_answer_without_end_does_not_fill_the_memory(kit, transport):
+async def test_endless_answer_is_cut_at_its_maximum_size(kit, transport):
     pieces = [head("transfer-encoding: chunked")] + [b"400\r\n" + b" " * 1024 + b"\r\n"] * 2_000
     async with serving(*pieces) as url:
         with pytest.raises(e.ProtocolError, match="over 100000 bytes") as caught:
@@ -278,7 +276,7 @@ async def test_an_answer_without_end_does_not_fill_the_memory(kit, transport):
 
 
 @TRANSPORTS
-async def test_headers_that_are_no_text_can_be_recorded(kit, transport):
+async def test_invalid_header_bytes_can_be_recorded(kit, transport):
     odd = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-request-id: r\xff1\r\n"
     async with serving(odd + b"content-length: %d\r\n\r\n" % len(ANSWER) + ANSWER) as url:
         answer = await ask(kit, url, transport)

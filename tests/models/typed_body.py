@@ -23,17 +23,17 @@ def misfits(value: Any, kind: Any, path: str = "body") -> list[str]:
     if is_typeddict(kind):
         return _of_mapping(value, kind, path)
     if origin in (dict, Mapping):
-        return [] if isinstance(value, dict) else [f"{path} is no object"]
+        return [] if isinstance(value, dict) else [f"{path} is not an object"]
     if origin in (list, Sequence, Iterable, tuple):
         if not isinstance(value, list):
-            return [f"{path} is no list"]
+            return [f"{path} is not a list"]
         return [m for n, one in enumerate(value) for m in misfits(one, args[0], f"{path}.{n}")]
     return _of_scalar(value, kind, path)
 
 
 def _of_mapping(value: Any, kind: Any, path: str) -> list[str]:
     if not isinstance(value, dict):
-        return [f"{path} is no object"]
+        return [f"{path} is not an object"]
     hints = typing.get_type_hints(kind, include_extras=True)
     lines = [f"{path}.{name} is not declared" for name in value if name not in hints]
     lines += [f"{path}.{name} is missing" for name in kind.__required_keys__ if name not in value]

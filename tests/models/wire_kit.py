@@ -43,8 +43,8 @@ def decode(data, headers=None, *, mode="chat_completions", turn=1, size=None, **
         fields: of the request.
     """
     headers = (SSE if fields.get("stream") else JSON) if headers is None else headers
-    asked = request([UserMessage(content="x")] * turn, **fields)
-    decoder = client_side(mode).decoder(asked, ReplyHead(headers, 0.1))
+    model_request = request([UserMessage(content="x")] * turn, **fields)
+    decoder = client_side(mode).decoder(model_request, ReplyHead(headers, 0.1))
     size = size or len(data) or 1
     for at in range(0, len(data), size):
         decoder.feed(data[at : at + size])

@@ -1,4 +1,4 @@
-"""Attempts through the public door of the rollout: fake server, real sandboxes, nothing patched."""
+"""Attempts through the public entry point: fake server, real sandboxes, nothing patched."""
 
 import json
 from collections.abc import AsyncIterator, Callable

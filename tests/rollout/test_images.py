@@ -27,10 +27,10 @@ def image() -> Iterator[Path]:
         assert binary is not None
         shutil.copy(binary, root / "usr/bin")
         listed = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True)
-        for word in (w for w in listed.stdout.split() if w.startswith("/")):
-            target = root / word.lstrip("/")
+        for text in (w for w in listed.stdout.split() if w.startswith("/")):
+            target = root / text.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(word, target)
+            shutil.copy(text, target)
     for path in [root, *root.rglob("*")]:
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o755)

@@ -7,10 +7,10 @@ from .conftest import script
 TASK = {"prompt": script({"run": "true"}, {"run": "true"}, "Done.")}
 
 
-@pytest.mark.parametrize(("given", "reads"), [({}, True), ({"prompt_cache": "1h"}, True),
+@pytest.mark.parametrize(("fields", "reads"), [({}, True), ({"prompt_cache": "1h"}, True),
                                               ({"prompt_cache": "off"}, False)])  # fmt: skip
-async def test_markers_are_sent_where_a_provider_wants_them(stage, given, reads):
-    endpoint = {"api_mode": "anthropic_messages", **given}
+async def test_markers_are_sent_where_a_provider_wants_them(stage, fields, reads):
+    endpoint = {"api_mode": "anthropic_messages", **fields}
     opened = await stage(backend="none", endpoint=endpoint)
     trajectory = await opened.attempt(TASK)
     assert len(trajectory.calls) == 3

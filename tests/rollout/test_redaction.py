@@ -52,7 +52,7 @@ def known(*values: str) -> KnownSecrets:
 @pytest.mark.parametrize("form", FORMS)
 @given(value=values, before=texts, after=texts)
 @example(value=KEY, before="Key: ", after=" end")
-def test_no_form_of_a_secret_is_left(form: str, value: str, before: str, after: str) -> None:
+def test_no_encoding_of_a_secret_is_left(form: str, value: str, before: str, after: str) -> None:
     secrets = known(value)
     coded = FORMS[form](value)
     shown = secrets.scrub(before + coded + after)
@@ -94,7 +94,7 @@ def test_a_record_without_secrets_is_the_same_object(value: dict[str, object]) -
         {"properties": {"type": [KEY]}},
     ],
 )
-def test_no_place_in_a_record_keeps_a_secret(record: object) -> None:
+def test_no_field_of_a_record_keeps_a_secret(record: object) -> None:
     assert KEY not in str(known(KEY).scrub_record(record))
     assert MARK in str(known(KEY).scrub_record(record))
 
@@ -135,7 +135,9 @@ def test_json_stays_json(value: str, text: str) -> None:
         ("HOME", "sk-abc123def456", False),
     ],
 )
-def test_variables_count_by_name_and_value(name: str, value: str, counts: bool) -> None:
+def test_secret_variables_are_recognized_by_name_and_value(
+    name: str, value: str, counts: bool
+) -> None:
     secrets = KnownSecrets()
     secrets.learn_environment({name: value})
     assert bool(secrets.find(value.encode())) == counts
@@ -158,7 +160,7 @@ def test_variables_count_by_name_and_value(name: str, value: str, counts: bool) 
         ("postgres://me:Tr0ub4dor@db.local/x", "password in a URL"),
     ],
 )
-def test_forms_of_providers_are_found_and_not_shown(text: str, kind: str) -> None:
+def test_provider_key_formats_are_found_and_not_shown(text: str, kind: str) -> None:
     [leak] = find_leaks(text)
     assert leak.kind == kind
     assert len(leak.sample) < 25
@@ -180,6 +182,6 @@ def test_similar_text_is_not_found(text: str) -> None:
 
 
 @pytest.mark.parametrize("repeated", ["eyJ", "-eyJ", "xoxb-", "AKIA", ".eyJaaaaaaaaaa", "sk-ant-"])
-def test_long_texts_of_an_agent_do_not_hold_up_the_search(repeated: str) -> None:
+def test_long_texts_are_searched_quickly(repeated: str) -> None:
     """Time that grows with the square of the length would be hours."""
     assert len(find_leaks(repeated * 1_000_000)) <= 1

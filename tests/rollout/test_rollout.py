@@ -24,7 +24,7 @@ THREE = 'test "$(cat "$WORKSPACE/count.txt")" = 3'
 
 
 @pytest.mark.parametrize("backend", ["bubblewrap", "none"])
-async def test_a_solved_task_and_its_books(stage: Open, backend: str) -> None:
+async def test_solved_task_and_its_usage_records(stage: Open, backend: str) -> None:
     s = await stage(backend=backend)
     row = {"id": "count", "prompt": script(WRITE, "There are 3."), "verify": THREE, "level": 2}
     got = await s.attempt(row)
@@ -87,9 +87,7 @@ async def test_files_setup_and_cwd_are_there_before_the_agent(stage: Open) -> No
         ({"prompt": "p", "cwd": "/proc/nowhere"}, "no working directory /proc/nowhere"),
     ],
 )
-async def test_faults_of_the_task_are_the_tasks(
-    stage: Open, row: dict[str, Any], says: str
-) -> None:
+async def test_task_faults_have_cause_task(stage: Open, row: dict[str, Any], says: str) -> None:
     s = await stage()
     got = await s.attempt(row)
     assert (got.table, got.owner, got.cause, got.reward) == ("failures", "task", "task", None)
@@ -104,7 +102,7 @@ async def test_a_partial_score(stage: Open) -> None:
     assert got.reward == 0.25
 
 
-async def test_a_verifier_that_cannot_judge_is_no_mark_for_the_model(stage: Open) -> None:
+async def test_verifier_that_cannot_judge_gives_no_reward(stage: Open) -> None:
     s = await stage()
     verify = {"script": "echo cannot-judge=no display >&3", "score": True}
     got = await s.attempt({"prompt": script("done"), "verify": verify})
@@ -123,7 +121,7 @@ async def test_a_verifier_that_cannot_judge_is_no_mark_for_the_model(stage: Open
         ("bad_request", "model_protocol"),
     ],
 )
-async def test_refusals_of_the_model_are_infrastructure(stage: Open, kind: str, cause: str) -> None:
+async def test_model_errors_are_infrastructure_failures(stage: Open, kind: str, cause: str) -> None:
     s = await stage(backend="none", model={"name": f"fault-{kind}"})
     got = await s.attempt({"prompt": "p", "verify": "true"})
     assert (got.cause, got.owner, got.reward) == (cause, "infrastructure", None)
@@ -132,9 +130,7 @@ async def test_refusals_of_the_model_are_infrastructure(stage: Open, kind: str, 
 
 
 @pytest.mark.parametrize("fault", ["context_overflow", "too_large"])
-async def test_an_overflow_after_the_first_answer_is_the_policys_and_graded(
-    stage: Open, fault: str
-) -> None:
+async def test_overflow_after_the_first_answer_is_graded(stage: Open, fault: str) -> None:
     s = await stage(backend="none")
     prompt = script(WRITE, {"text": "never", "fault": fault})
     got = await s.attempt({"prompt": prompt, "verify": "true"})
@@ -143,21 +139,21 @@ async def test_an_overflow_after_the_first_answer_is_the_policys_and_graded(
 
 
 @pytest.mark.parametrize("fault", ["context_overflow", "too_large"])
-async def test_an_overflow_before_the_first_answer_is_the_tasks(stage: Open, fault: str) -> None:
+async def test_overflow_before_the_first_answer_is_a_task_fault(stage: Open, fault: str) -> None:
     s = await stage(backend="none", model={"name": f"fault-{fault}"})
     got = await s.attempt({"prompt": "p", "verify": "true"})
     assert (got.status, got.cause, got.owner, got.reward) == ("failed", "task", "task", None)
     assert (got.end_reason, got.truncated, len(got.calls)) == ("error", False, 1)
 
 
-async def test_the_tasks_own_limits_bind(stage: Open) -> None:
+async def test_task_limits_apply(stage: Open) -> None:
     s = await stage(backend="none", agent={"preset": "rl"})
     row = {"prompt": script(*[WRITE] * 5), "verify": THREE, "limits": {"max_turns": 2}}
     got = await s.attempt(row)
     assert (got.end_reason, got.turns, got.truncated, got.reward) == ("max_turns", 2, True, 1.0)
 
 
-async def test_the_wall_limit_is_nobodys_mark(stage: Open) -> None:
+async def test_wall_limit_is_not_graded(stage: Open) -> None:
     s = await stage(backend="none")
     row = {"prompt": script({"run": "sleep 30"}), "verify": "true", "limits": {"wall_seconds": 0.5}}
     got = await s.attempt(row)
@@ -198,15 +194,15 @@ def outermost_bwraps(lease: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
+                phrases = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(lease.encode() in word for word in words) and b"bwrap" in words[0]:
+            if any(lease.encode() in fragment for fragment in phrases) and b"bwrap" in phrases[0]:
                 found.append(int(folder.name))
     return sorted(found)
 
 
-async def test_a_host_fault_is_sandbox_died(stage: Open) -> None:
+async def test_host_fault_is_sandbox_died(stage: Open) -> None:
     s = await stage()
     row = {"prompt": script(WRITE, WRITE, {"run": "sleep 60"}), "verify": THREE}
     item = s.item(row)
@@ -253,22 +249,22 @@ async def test_no_secret_reaches_a_sandbox_or_a_row(
 
 
 @pytest.mark.parametrize("backend", ["bubblewrap", "none"])
-async def test_a_row_never_holds_harness_text_as_the_assistants(stage: Open, backend: str) -> None:
+async def test_harness_text_is_never_recorded_as_the_assistants(stage: Open, backend: str) -> None:
     faults = FaultPlan(seed=3, mixed=0.2, retry_after_s=0.05)
     s = await stage(backend=backend, server=FakeConfig(faults=faults, latency_s=0.0))
     row = {"prompt": script(WRITE, WRITE, WRITE, "There are 3."), "verify": THREE}
     got = await asyncio.gather(*(s.attempt(row, index) for index in range(12)))
     for one in got:
-        said = [json.loads(m) for m in one.messages]
-        texts = {m["content"] for m in said if m["role"] == "assistant"}
+        message = [json.loads(m) for m in one.messages]
+        texts = {m["content"] for m in message if m["role"] == "assistant"}
         assert texts <= {"", "There are 3."}
         assert (one.reward is None) == (one.status != "ok")
         if one.status != "ok":
             assert one.cause
-    books = {c.call_id: c for one in got for c in one.calls}
-    assert len(books) == len(s.server.entries)
+    counts = {c.call_id: c for one in got for c in one.calls}
+    assert len(counts) == len(s.server.entries)
     for entry in s.server.entries:
-        call = books[entry.call_id or ""]
+        call = counts[entry.call_id or ""]
         assert (call.outcome == "refused") == (entry.outcome == "refused")
         if call.input_tokens is not None:
             assert call.input_tokens == entry.prompt_tokens
@@ -276,7 +272,7 @@ async def test_a_row_never_holds_harness_text_as_the_assistants(stage: Open, bac
 
 
 @pytest.mark.slow
-async def test_64_agents_see_only_their_own_state(stage: Open) -> None:
+async def test_64_agents_do_not_share_state(stage: Open) -> None:
     s = await stage(agent={"limits": {"max_turns": 60}})
 
     def row(mine: str) -> dict[str, Any]:

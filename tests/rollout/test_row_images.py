@@ -1,4 +1,4 @@
-"""Images of messages stand in a column of their own, and can be put back."""
+"""Images of messages are stored in a separate column and can be restored."""
 
 import asyncio
 import base64
@@ -49,7 +49,7 @@ forms = st.builds(
 
 
 @given(st.lists(forms, max_size=4))
-def test_what_was_taken_out_can_be_put_back(conversation: list[dict[str, Any]]) -> None:
+def test_extracted_images_can_be_restored(conversation: list[dict[str, Any]]) -> None:
     taken: list[Image] = []
     rows = [without_images(form, taken) for form in conversation]
     shown = [p for form in rows if isinstance(form["content"], list) for p in form["content"]]
@@ -66,9 +66,9 @@ def test_what_was_taken_out_can_be_put_back(conversation: list[dict[str, Any]]) 
     ],
 )
 def test_other_ways_to_write_an_image(url: str, data: bytes) -> None:
-    for given_ in ({"url": url}, url):
+    for image in ({"url": url}, url):
         taken: list[Image] = []
-        form = {"role": "user", "content": [{"type": "image_url", "image_url": given_}]}
+        form = {"role": "user", "content": [{"type": "image_url", "image_url": image}]}
         without_images(form, taken)
         assert taken == [Image(bytes=data, path="0.svg+xml")]
 
@@ -97,10 +97,10 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
         {"bytes": DOT, "path": "2.jpeg"},
     ]
     messages = [json.loads(text) for text in row["messages"]]
-    said = [m["content"] for m in messages if m["role"] == "user"]
+    message = [m["content"] for m in messages if m["role"] == "user"]
     text = {"type": "text", "text": "What is it?"}
-    assert said[0] == [text, {"type": "image"}, {"detail": "low", "type": "image"}]
-    assert said[1] == [{"type": "image"}, {"type": "text", "text": "And this?"}]
+    assert message[0] == [text, {"type": "image"}, {"detail": "low", "type": "image"}]
+    assert message[1] == [{"type": "image"}, {"type": "text", "text": "And this?"}]
     assert row["task_prompt"] == "And this?"
     infos = [info for info in row["message_info"] if info["role"] == "user"]
     assert max(info["chars"] for info in infos) < 200

@@ -24,9 +24,9 @@ SPY = "env; set; cat /proc/[0-9]*/environ; cat /proc/[0-9]*/cmdline; ls -laR /wo
 @pytest.fixture
 def server() -> Iterator[str]:
     """A server that knows only the canary's key."""
-    words = ["-m", "hermes_rl.testing.fake_server", "--port", "0", "--key", CANARY, "--until-eof"]
+    texts = ["-m", "hermes_rl.testing.fake_server", "--port", "0", "--key", CANARY, "--until-eof"]
     process = subprocess.Popen(
-        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, *texts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:
@@ -53,15 +53,15 @@ def found_in(folder: Path, secret: str) -> list[str]:
 
 
 @pytest.mark.parametrize("good_key", [True, False])
-def test_no_file_holds_the_key(server: str, tmp_path: Path, good_key: bool) -> None:
+def test_no_file_contains_the_key(server: str, tmp_path: Path, good_key: bool) -> None:
     dataset = tmp_path / "spy.jsonl"
     script = json.dumps([{"run": SPY}, "ok"])
     dataset.write_text(json.dumps({"prompt": f"Look.\nSCRIPT: {script}", "verify": SPY}) + "\n")
     key = CANARY if good_key else CANARY + "-wrong"
     out = tmp_path / "run"
-    words = ["run", str(dataset), "--model", "m", "--base-url", server, "--api-key-env", "SPY_KEY"]
+    texts = ["run", str(dataset), "--model", "m", "--base-url", server, "--api-key-env", "SPY_KEY"]
     done = subprocess.run(
-        [*HERMES, *words, "--workers", "0", "--out", str(out)],
+        [*HERMES, *texts, "--workers", "0", "--out", str(out)],
         capture_output=True,
         text=True,
         env={**os.environ, "SPY_KEY": key},
@@ -71,9 +71,9 @@ def test_no_file_holds_the_key(server: str, tmp_path: Path, good_key: bool) -> N
     assert list((out / ("trajectories" if good_key else "failures")).glob("*.parquet"))
     assert found_in(out, key) == []
     assert key not in done.stdout + done.stderr
-    (tmp_path / "planted").mkdir()
-    (tmp_path / "planted" / "x").write_bytes(base64.b64encode(b"ab" + key.encode() + b"cd"))
-    assert found_in(tmp_path / "planted", key)  # the search itself works
+    (tmp_path / "injected").mkdir()
+    (tmp_path / "injected" / "x").write_bytes(base64.b64encode(b"ab" + key.encode() + b"cd"))
+    assert found_in(tmp_path / "injected", key)  # the search itself works
 
 
 PRINTS = (

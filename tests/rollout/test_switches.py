@@ -31,7 +31,7 @@ def test_a_switch_is_part_of_the_configuration() -> None:
     assert policy_of(config(preset="rl", switches={"tool_loop_limit": 7})).tool_loop_limit == 7
 
 
-def test_a_command_without_a_time_has_60_s_in_runs_and_180_s_where_it_had_before() -> None:
+def test_default_command_timeout_depends_on_the_run_version() -> None:
     def seconds(model: str = "m", **agent: Any) -> int:
         data = {"dataset": {"path": "x"}, "model": {"name": model}, "agent": agent}
         return policy_of(parse_config(data)).command_timeout_s
@@ -41,7 +41,7 @@ def test_a_command_without_a_time_has_60_s_in_runs_and_180_s_where_it_had_before
     assert seconds("local", switches={"command_timeout_s": 90}) == 90
 
 
-async def test_that_time_bounds_a_command_and_the_model_is_told_of_it(stage: Open) -> None:
+async def test_command_timeout_is_enforced_and_reported_to_the_model(stage: Open) -> None:
     agent = {"toolsets": ["terminal"], "switches": {"command_timeout_s": 1}}
     opened = await stage(backend="none", agent=agent)
     row = await opened.attempt({"prompt": script({"run": "sleep 30"}, "done")})
@@ -50,7 +50,7 @@ async def test_that_time_bounds_a_command_and_the_model_is_told_of_it(stage: Ope
     assert "Default 1, maximum 600." in str(row.tools)
 
 
-def test_the_embedded_model_is_not_asked_to_go_on_repeating_itself() -> None:
+def test_embedded_model_does_not_continue_a_repetition() -> None:
     def policy(**agent: Any) -> Any:
         data = {"dataset": {"path": "x"}, "model": {"name": "local-tiny"}, "agent": agent}
         return policy_of(parse_config(data))
@@ -61,7 +61,7 @@ def test_the_embedded_model_is_not_asked_to_go_on_repeating_itself() -> None:
     assert policy(switches={"continue_output": True}).continue_output
 
 
-def test_what_the_harness_says_is_part_of_it() -> None:
+def test_harness_texts_are_part_of_the_configuration() -> None:
     assert "texts" in identity_of(config())["agent"]
 
 
@@ -104,7 +104,7 @@ def test_an_unknown_switch_is_refused_in_one_line() -> None:
         config(switches={"retry_empty": "perhaps"})
 
 
-async def test_rows_hold_the_joined_answer_and_what_was_thrown_away(stage: Open) -> None:
+async def test_rows_have_the_joined_answer_and_discarded_ones(stage: Open) -> None:
     opened = await stage(backend="none", agent={"toolsets": []})
     row = await opened.attempt({"prompt": script([{"text": ""}, CUT], "two.")})
     assert (row.end_reason, row.final_response, row.turns) == ("answered", "One, two.", 2)

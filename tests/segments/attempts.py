@@ -6,7 +6,7 @@ from typing import Any
 
 from hermes_rl import events as ev
 from hermes_rl.models import Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.tokens import TokenGraph, record_of
+from hermes_rl.models.tokens import TokenGraph, record_tokens
 from hermes_rl.record import Segment
 from hermes_rl.segments import captured_calls, verify_segments, with_segments
 from hermes_rl.trajectory import fold
@@ -61,7 +61,7 @@ class AttemptBuilder:
         request = ModelRequest(
             "policy", Conversation(), "", sampling=self.sampling, extra=self.extra
         )
-        event = record_of(self.graph, name, agent, tokens, request)
+        event = record_tokens(self.graph, name, agent, tokens, request)
         assert event is not None
         end = ev.CallEnded(
             call_id=name,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hermes_rl.events import Event, TokensAdded, pack_ids, unpack_ids
 from hermes_rl.models import Conversation, ModelRequest, Sampling, TokenCapture
-from hermes_rl.models.tokens import TokenGraph, TokensFault, record_of, shaped_by
+from hermes_rl.models.tokens import TokenGraph, TokensFault, record_tokens, shaped_by
 
 REQUEST = ModelRequest("m", Conversation(), "", sampling=Sampling(temperature=1.0, top_k=-1))
 few = st.lists(st.integers(0, 2), max_size=8)
@@ -15,7 +15,7 @@ few = st.lists(st.integers(0, 2), max_size=8)
 
 def put(graph: TokenGraph, name: str, prompt, sampled, agent="main", **more) -> TokensAdded:
     tokens = TokenCapture(prompt_ids=tuple(prompt), completion_ids=tuple(sampled), **more)
-    event = record_of(graph, name, agent, tokens, REQUEST)
+    event = record_tokens(graph, name, agent, tokens, REQUEST)
     assert event is not None
     return event
 
@@ -72,7 +72,7 @@ def test_of_equal_answers_the_latest_of_the_same_agent_is_the_parent():
     ],
 )
 def test_incomplete_captures_are_not_recorded(tokens):
-    assert record_of(TokenGraph(), "call", "main", tokens, REQUEST) is None
+    assert record_tokens(TokenGraph(), "call", "main", tokens, REQUEST) is None
 
 
 @pytest.mark.parametrize("logprobs", [(-0.5,), (-0.5, -0.5, -0.5), (-1e300, -1e300)])

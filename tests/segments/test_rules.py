@@ -17,7 +17,7 @@ PER_TOKEN = ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "
 change = msgspec.structs.replace
 
 
-def fault_of(rows: list[Segment], attempt: AttemptBuilder) -> str:
+def read_error_body(rows: list[Segment], attempt: AttemptBuilder) -> str:
     with pytest.raises(TokensFault) as raised:
         verify_all(rows, attempt.events)
     return str(raised.value)
@@ -85,7 +85,7 @@ FORKS: list[tuple[Callable[[Segment, Segment], Rows], str]] = [
 def test_rules_of_forked_rollouts(broken: Any, fault: str) -> None:
     attempt, (first, second) = forked()
     assert second.loss_mask != second.sampled_mask  # it shares a sampled token
-    assert fault in fault_of(broken(first, second), attempt)
+    assert fault in read_error_body(broken(first, second), attempt)
 
 
 ROW_FAULTS: list[tuple[dict[str, Any], str]] = [
@@ -130,7 +130,7 @@ ROW_FAULTS: list[tuple[dict[str, Any], str]] = [
 def test_a_broken_rule_is_named(columns: dict[str, Any], fault: str) -> None:
     attempt = AttemptBuilder().call("one", 1, [1, 2], [3, 4], version="7")
     (row,) = attempt.call("two", 2, [1, 2, 3, 4, 5], [6]).finish()
-    assert fault in fault_of([change(row, **columns)], attempt)
+    assert fault in read_error_body([change(row, **columns)], attempt)
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
@@ -139,7 +139,7 @@ def test_all_lists_of_a_row_have_one_length(name: str) -> None:
     values = getattr(row, name)
     empty: dict[str, Any] = {key: [] for key in PER_TOKEN}
     for other in ({name: [*values, values[-1]]}, {name: values[:-1]}, empty):
-        assert "not as long" in fault_of([change(row, **other)], attempt)
+        assert "not as long" in read_error_body([change(row, **other)], attempt)
 
 
 # A trainable row needs ids of the engine and logprobs of the sampling policy.
@@ -175,7 +175,7 @@ def test_raw_logprobs_are_refused_if_a_parameter_changed_the_distribution(
     (row,) = attempt.finish()
     assert (row.trainable, row.exclude_reason) == (False, "raw_logprobs")
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    fault = fault_of([make_trainable(row, **plain)], attempt)
+    fault = read_error_body([make_trainable(row, **plain)], attempt)
     assert "call one are raw" in fault
     assert parameter in fault
 
@@ -195,8 +195,8 @@ def test_a_row_cannot_claim_more_than_its_calls(
 ) -> None:
     attempt, row = one_call(**capture)
     if capture.get("logprobs_kind") != "raw":
-        assert "trainable, but its" in fault_of([make_trainable(row)], attempt)
-    assert "call one" in fault_of([make_trainable(row, **{column: claimed})], attempt)
+        assert "trainable, but its" in read_error_body([make_trainable(row)], attempt)
+    assert "call one" in read_error_body([make_trainable(row, **{column: claimed})], attempt)
 
 
 def with_one_raw_call() -> AttemptBuilder:
@@ -229,7 +229,7 @@ def test_an_excluded_row_cannot_be_made_trainable(
     assert reason in [row.exclude_reason for row in rows]
     kind = {"logprobs_kind": "sampling"} if reason == "no_logprobs" else {}
     changed = [make_trainable(r, **kind) if r.exclude_reason == reason else r for r in rows]
-    assert fault in fault_of(changed, attempt)
+    assert fault in read_error_body(changed, attempt)
 
 
 @pytest.mark.parametrize("cause", ["sandbox_died", "verifier", None])
@@ -238,7 +238,7 @@ def test_rows_of_failed_attempts_are_not_trainable(cause: str | None) -> None:
     attempt = AttemptBuilder().call("one", 1, [1, 2], [3])
     (row,) = attempt.finish("error", cause) if cause else attempt.finish()
     attempt.events = [e for e in attempt.events if cause or not isinstance(e, ev.Ended)]
-    assert "trainable, but the attempt failed" in fault_of([make_trainable(row)], attempt)
+    assert "trainable, but the attempt failed" in read_error_body([make_trainable(row)], attempt)
 
 
 # `check RUN --tokens` has the stored rows only, and no events.

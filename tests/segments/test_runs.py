@@ -7,7 +7,7 @@ from attempts import AttemptBuilder
 from engine_runs import differences, rewrite_table, run_scripts, served_entries, start_engine
 
 from hermes_rl.cli import main
-from hermes_rl.models.tokens import load_renderer, parser_named
+from hermes_rl.models.tokens import find_parser, load_renderer
 from hermes_rl.segments import answer_spans
 from hermes_rl.store import JournalWriter, load_run, open_run
 
@@ -85,7 +85,7 @@ async def test_an_unparsable_call_keeps_its_text_and_its_tokens(finished_run, fo
     assert "{bad" in text
     assert "_unparsed" not in renderer.decode(segment["input_ids"])
     # With the row, each call can be found in the text.
-    parsed = parser_named(renderer.parser_name).parse(text, json.loads(row["tools"]))
+    parsed = find_parser(renderer.parser_name).parse(text, json.loads(row["tools"]))
     assert [c.arguments_text for c in parsed.calls] == info["raw_arguments"]
     assert [text[c.start : c.end].startswith("<tool_call>") for c in parsed.calls] == [True, True]
 

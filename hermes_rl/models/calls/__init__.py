@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from hermes_rl.models.calls.caller import Clock, ModelCaller, Renewable
     from hermes_rl.models.calls.recovery import (
         Account,
-        Again,
         Failure,
         FallBack,
         GiveUp,
         KeyPool,
         Recovery,
+        Resend,
         RetryPolicy,
-        Rotate,
         Route,
         Strategy,
+        SwitchAccount,
         Wait,
     )
 else:

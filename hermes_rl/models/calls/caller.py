@@ -1,9 +1,9 @@
-"""The one retry layer: a call is as many requests as it takes, each of them recorded.
+"""The only retry layer: a call makes as many requests as it needs, and each is recorded.
 
-`ModelCaller` joins the decisions of `recovery` to requests, and waits. `Attempts` makes one request
-at a time: reserved, given a slot, journalled before its first byte, and again when it ended. So the
-record has each request that a server may have served, also those whose answers were thrown away,
-and a budget never lends the same dollar twice.
+`ModelCaller` carries out the decisions of `recovery`. `Attempts` makes one request at a time: it
+reserves its cost, waits for a slot, and journals the request before its first byte and after its
+end. So the record has every request that a server may have served, including those whose answers
+were discarded, and a budget never lends the same dollar twice.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hermes_rl.models.calls.recovery import (
     RetryPolicy,
     Route,
     Wait,
-    refused_alike,
+    identical_refusals_outage,
 )
 from hermes_rl.models.errors import classify_exception
 from hermes_rl.models.rate import OUTPUT_MAX, Budget, Estimate, Reservation, Slot, Spend, Traffic
-from hermes_rl.models.tokens import CAPTURED, TokenGraph, record_of
+from hermes_rl.models.tokens import CAPTURED, TokenGraph, record_tokens
 from hermes_rl.ports import Recorder
 from hermes_rl.usage import Usage
 
@@ -58,22 +58,22 @@ class Renewable(Protocol):
     """A client that can open new connections."""
 
     async def renew(self) -> None:
-        """Use new connections from now on; what is under way on the old ones goes on."""
+        """Use new connections from now on. Requests in flight complete on the old ones."""
         ...
 
 
 @runtime_checkable
 class Checkable(Protocol):
-    """A client that can ask its server for a sign of life beside the model calls."""
+    """A client that can check its server without a model call."""
 
     async def responds(self) -> bool:
-        """Whether the server answers at all."""
+        """Return whether the server answers."""
         ...
 
 
 @dataclass(frozen=True)
 class _Sending:
-    """One request of a call: where it goes, and what the record keeps of it."""
+    """One request of a call: its destination, and what is recorded of it."""
 
     request: ModelRequest
     route: Route
@@ -82,21 +82,21 @@ class _Sending:
     purpose: Purpose
     agent: str
     retries: int
-    """How many earlier requests the same call had already made."""
+    """Number of earlier requests of the same call."""
     unsent: tuple[str, ...]
-    """Sampling parameters that it goes without, since the endpoint refused them by name."""
+    """Sampling parameters that are left out, because the endpoint refused them by name."""
     imposed: bool
-    """Its output bound is a budget's (`Attempts.bounded`): no measure of what it will make."""
+    """Its output limit comes from a budget (`Attempts.bounded`) and does not predict its output."""
 
 
 class ModelCaller:
     """Makes the model calls of one rollout.
 
     Args:
-        routes: the model that was asked for, then its fallbacks; shared by all rollouts.
+        routes: the requested model, then its fallbacks; shared by all rollouts.
         recorder: this rollout's.
-        price: what calls cost, in the place of the routes' prices.
-        budget: what may be spent; None is no limit.
+        price: replaces the prices of the routes.
+        budget: None is unlimited.
     """
 
     def __init__(
@@ -122,14 +122,13 @@ class ModelCaller:
         purpose: Purpose = "agent",
         agent: str = "main",
     ) -> Completion:
-        """One answer, over as many requests as it takes; `request.call_id` is replaced for each,
-        and `request.model` by the route's.
+        """Return one answer, making as many requests as it needs.
 
-        A streamed answer that broke off is asked for again, so `on_delta` may see its beginning
-        twice.
+        Each request gets its own `call_id`, and the route's model. A streamed answer that breaks
+        off is requested again, so `on_delta` may receive its beginning twice.
 
-        Raises: ModelError when it is final or the policy's patience is used up (Outage when nobody
-        was answered in that time); CostLimit; CancelledError at once.
+        Raises: ModelError if it is final or the time limit is reached (Outage if no call was
+            answered in that time); CostLimit; CancelledError at once.
         """
         recovery = self._recovery.begin()
         retries = 0
@@ -137,21 +136,21 @@ class ModelCaller:
             route = self._routes[recovery.route]
             account = route.accounts.choose()
             if not retries:
-                account.traffic.called()
+                account.traffic.count_call()
             bounded = self._attempts.bounded(request, route)
             imposed = bounded is not request
-            fitted = recovery.fit(bounded, account.client.bound if imposed else None)
+            fitted = recovery.adapt_request(bounded, account.client.bound if imposed else None)
             unsent = route.unsent(fitted.sampling)
             if unsent:
                 fitted = replace(fitted, sampling=fitted.sampling.without(unsent))
             sending = _Sending(
                 fitted, route, account, turn, purpose, agent, retries, unsent, imposed
             )
-            with account.traffic.asking(self._clock.monotonic):
+            with account.traffic.waiting_call(self._clock.monotonic):
                 try:
                     return await self._send(sending)
                 except ModelError as error:
-                    account.traffic.failed(error, self._clock.monotonic())
+                    account.traffic.note_failure(error, self._clock.monotonic())
                     if route.drop(error, fitted):
                         retries += 1
                         continue
@@ -169,17 +168,17 @@ class ModelCaller:
                     if isinstance(action, Wait) and action.probe:
                         retries += 1
                         if await self._answers_probe(replace(sending, retries=retries)):
-                            recovery.blame()  # the run need not stop for this request
+                            recovery.assume_request_fault()  # the run can continue
             retries += 1
 
     async def _send(self, sending: _Sending) -> Completion:
-        """One request; given up early where others were refused alike, or nothing is answered."""
+        """Make one request. Give up early if the endpoint refuses all calls or stays silent."""
         account, limit = sending.account, self._recovery.policy.refusals
-        if limit is not None and (text := account.traffic.refused_alike(limit)) is not None:
-            raise refused_alike(text, limit)
+        if limit is not None and (text := account.traffic.repeated_refusal(limit)) is not None:
+            raise identical_refusals_outage(text, limit)
         request, silent = sending.request, False
         if account.silent_since is not None and self._recovery.policy.silence_s is not None:
-            request, silent = _watched(request, account.traffic), True
+            request, silent = _mark_alive_on_text(request, account.traffic), True
         attempt = self._attempts.send(replace(sending, request=request))
         if not silent:
             return await attempt
@@ -204,7 +203,8 @@ class ModelCaller:
     async def _answered(
         self, task: asyncio.Task[Completion], account: Account, part: float
     ) -> bool:
-        """Wait for a request for a part of `silence_s`; False when that went by in silence."""
+        """Wait for a request during a part of `silence_s`; return False if the server stayed
+        silent."""
         since, silence_s = account.silent_since, self._recovery.policy.silence_s
         if since is None or silence_s is None:
             return True
@@ -213,8 +213,8 @@ class ModelCaller:
         return task.done() or account.silent_since is None
 
     async def _responds(self, account: Account) -> bool:
-        """Whether a silent server answers other requests: all its slots may be busy. A server that
-        fails model requests gets no credit for that."""
+        """Return whether a silent server answers other requests, because all its slots may be busy.
+        False for a server that fails model requests."""
         if account.traffic.message or not isinstance(account.client, Checkable):
             return False
         try:
@@ -225,8 +225,7 @@ class ModelCaller:
         return account.traffic.alive
 
     def fall_back(self) -> bool:
-        """Leave the route in use, for the rest of the conversation: its answers are of no use.
-        False when there is no other."""
+        """Use the next route for the rest of the conversation. Return False if there is none."""
         left = self._recovery.route + 1 < len(self._routes)
         if left:
             self._recovery.route += 1
@@ -238,11 +237,11 @@ class ModelCaller:
         return self._recovery.of_route(self._recovery.route).window.size
 
     async def _carry_out(self, action: Action, failure: Failure, recovery: CallRecovery) -> None:
-        """Do what was decided. Raises: the error to give up with."""
+        """Carry out a decision. Raises: the error of GiveUp."""
         error = failure.error
         if isinstance(action, GiveUp):
             if isinstance(error, BadRequest):
-                failure.account.traffic.refused(error)
+                failure.account.traffic.note_refusal(error)
             if action.error is error:
                 raise error
             raise action.error from error
@@ -252,16 +251,16 @@ class ModelCaller:
         if action.renew and isinstance(client, Renewable):
             await client.renew()
         await self._sleep(action.seconds)
-        # A retry that may be paid twice waits for its share of the traffic.
-        while action.paid and not failure.account.traffic.take(self._clock.monotonic()):
-            held = recovery.hold(replace(failure, now=self._clock.monotonic()))
+        # A retry that may be paid twice needs a token of the retry budget.
+        while action.paid and not failure.account.traffic.take_retry_token(self._clock.monotonic()):
+            held = recovery.wait_for_retry_token(replace(failure, now=self._clock.monotonic()))
             if isinstance(held, GiveUp):
                 raise held.error from error
             await self._sleep(held.seconds)
 
     async def _answers_probe(self, sending: _Sending, *, queued: bool = True) -> bool:
-        """Send the same model a short request. Where it answers that, it is only slow, or the
-        request that failed is at fault."""
+        """Send a short request to the same model. If it answers, the model is only slow, or the
+        failed request is at fault."""
         request = ModelRequest(
             model=sending.request.model,
             conversation=Conversation([UserMessage(content="Say yes.")]),
@@ -286,8 +285,8 @@ class ModelCaller:
             self._attempts.waited(self._clock.monotonic() - began)
 
 
-def _watched(request: ModelRequest, traffic: Traffic) -> ModelRequest:
-    """The request; the first piece of its answer, where it is streamed, is a sign of life."""
+def _mark_alive_on_text(request: ModelRequest, traffic: Traffic) -> ModelRequest:
+    """Return the request; the first streamed text of its answer marks the endpoint as alive."""
     inner = request.on_delta
 
     def on_delta(piece: str) -> None:
@@ -305,20 +304,20 @@ _BOUNDS = (
     "max_new_tokens",
     "n_predict",
 )
-"""Body fields that bound an answer, in the dialects and token wires."""
+"""Body fields for the output limit, in the dialects and token wires."""
 
-_PROMPT_TOKENS = "prompt tokens"
+_COUNTED_PROMPT = "prompt tokens"
 
-Heads = MutableMapping[Hashable, int]
-"""System prompt and tools -> the tokens of the shortest prompt that began with them."""
+PromptHeads = MutableMapping[Hashable, int]
+"""System prompt and tools -> tokens of the shortest prompt that began with them."""
 
 Price = Callable[[str, Usage], float | None]
-"""(model, usage) -> US dollars; None when the price is not known."""
+"""(model, usage) -> US dollars; None if the price is unknown."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Time and chance, to be replaced in tests."""
+    """Time and randomness, replaceable in tests."""
 
     monotonic: Callable[[], float] = time.monotonic
     time: Callable[[], float] = time.time
@@ -331,8 +330,8 @@ class Attempts:
     """Makes the requests of one rollout, each once.
 
     Args:
-        price: what calls cost; None leaves it to the routes.
-        budget: None is no limit.
+        price: replaces the prices of the routes.
+        budget: None is unlimited.
     """
 
     def __init__(
@@ -348,24 +347,23 @@ class Attempts:
         self._graph = TokenGraph()
 
     def bounded(self, request: ModelRequest, route: Route) -> ModelRequest:
-        """The request with a bound on its output, where a budget binds it and nobody knows one: it
-        might make more than the budget set aside. The same object where that is not so."""
-        if self._budget is None or _named(request) is not None:
+        """Return the request with an output limit if a budget applies and the output has no known
+        limit: the answer might exceed the reservation. Otherwise return the same object."""
+        if self._budget is None or _output_limit(request) is not None:
             return request
         model = route.model or request.model
         if route.prices is not None and route.prices.known_output(model) is not None:
             return request
-        worst = self._worst(replace(request, model=model), 0, route)
-        if not self._budget.binds(model, worst):
+        bound_prompt_tokens = self._worst_case(replace(request, model=model), 0, route)
+        if not self._budget.binds(model, bound_prompt_tokens):
             return request
         return replace(request, sampling=replace(request.sampling, max_tokens=OUTPUT_MAX))
 
     async def send(self, sending: _Sending, *, queued: bool = True) -> Completion:
-        """One answer.
+        """Return one answer.
 
         Args:
-            queued: it waits for a slot, as all requests do that are not to find out why the
-                requests that hold the slots are not answered.
+            queued: wait for a slot. Probes do not: requests without answers may hold all slots.
 
         Raises: ModelError; CostLimit before anything was sent; CancelledError at once.
         """
@@ -379,10 +377,12 @@ class Attempts:
         sending, account = replace(sending, request=request), sending.account
         client, known = account.client, route.heads
         bound = client.bound(request)
-        worst = bound if self._budget is None else prompt_bound(client, request, known)
+        max_input = bound
+        if self._budget is not None:
+            max_input = bound_prompt_tokens(client, request, known)
         likely = 0 if sending.imposed else request.sampling.max_tokens or 0
         async with (
-            self._reserved(request, worst, route) as reservation,
+            self._reserved(request, max_input, route) as reservation,
             account.limiter.slot(Estimate(bound, likely)) if queued else nullcontext() as slot,
         ):
             if slot is not None:
@@ -395,18 +395,18 @@ class Attempts:
                     agent=sending.agent,
                     model=request.model,
                     started_at=self._clock.time(),
-                    max_input_tokens=worst,
-                    max_output_tokens=_named(request),
+                    max_input_tokens=max_input,
+                    max_output_tokens=_output_limit(request),
                     unsent=sending.unsent,
                 )
             )
             answer = await self._answer(sending, reservation, slot)
         if self._budget is not None and answer.usage is not None:
-            learn(client, request, answer.usage.input_tokens, known)
+            record_prompt_tokens(client, request, answer.usage.input_tokens, known)
         return answer
 
     def waited(self, seconds: float) -> None:
-        """Note time that was spent waiting: never the agent's active time."""
+        """Record time that was spent waiting: it does not count as active time."""
         if seconds > 0:
             self._recorder.record(Waited(seconds=seconds))
 
@@ -414,14 +414,15 @@ class Attempts:
     async def _reserved(
         self, request: ModelRequest, bound: int, route: Route
     ) -> AsyncIterator[Reservation | None]:
-        """Set the worst case aside. What is not settled at the end, as the request was not sent,
-        is given back."""
+        """Reserve the worst case. It is released if the request was not sent."""
         if self._budget is None:
             yield None
             return
         began = self._clock.monotonic()
         try:
-            held = await self._budget.reserve(request.model, self._worst(request, bound, route))
+            held = await self._budget.reserve(
+                request.model, self._worst_case(request, bound, route)
+            )
         finally:
             self.waited(self._clock.monotonic() - began)
         try:
@@ -429,8 +430,8 @@ class Attempts:
         finally:
             held.release()
 
-    def _worst(self, request: ModelRequest, bound: int, route: Route) -> Spend:
-        most = _named(request)
+    def _worst_case(self, request: ModelRequest, bound: int, route: Route) -> Spend:
+        most = _output_limit(request)
         if most is None:
             prices = route.prices
             most = OUTPUT_MAX if prices is None else prices.output_max(request.model)
@@ -459,7 +460,7 @@ class Attempts:
             raise
         except Exception as raised:
             error = raised if isinstance(raised, ModelError) else classify_exception(raised)
-            if error is None:  # a bug of ours: the call is recorded all the same
+            if error is None:  # a bug in this package: the call is still recorded
                 end("unknown", error=raised)
                 raise
             if slot is not None:
@@ -468,10 +469,10 @@ class Attempts:
             if error is raised:
                 raise
             raise error from raised
-        withheld = _withheld(answer)
+        withheld = _error_of_answer(answer)
         if slot is not None:
             slot.report(withheld, answer.usage, answer.rate_limit)
-        sending.account.traffic.answered(self._clock.monotonic())
+        sending.account.traffic.note_answer(self._clock.monotonic())
         self._keep_tokens(sending, answer)
         end("cut" if isinstance(withheld, ModelAborted) else "ok", answer=answer, error=withheld)
         if withheld is not None:
@@ -479,11 +480,11 @@ class Attempts:
         return answer
 
     def _keep_tokens(self, sending: _Sending, answer: Completion) -> None:
-        """Record the ids of an answer, also of one that is withheld."""
+        """Record the token ids of an answer, even if it is withheld."""
         request = sending.request
         if answer.tokens is None or sending.purpose not in CAPTURED:
             return
-        event = record_of(self._graph, request.call_id, sending.agent, answer.tokens, request)
+        event = record_tokens(self._graph, request.call_id, sending.agent, answer.tokens, request)
         if event is not None:
             self._recorder.record(event)
 
@@ -520,17 +521,17 @@ class Attempts:
         )
 
 
-def _named(request: ModelRequest) -> int | None:
-    """The output bound that a request names, in its sampling or in body fields of the user's own;
-    the larger one, since only the server knows which it heeds."""
-    given = (request.sampling.max_tokens, *(request.extra.get(name) for name in _BOUNDS))
-    return max((n for n in given if type(n) is int and n > 0), default=None)
+def _output_limit(request: ModelRequest) -> int | None:
+    """Return the output limit in the sampling or in extra body fields. Of several, return the
+    largest: only the server knows which one it obeys."""
+    limits = (request.sampling.max_tokens, *(request.extra.get(name) for name in _BOUNDS))
+    return max((n for n in limits if type(n) is int and n > 0), default=None)
 
 
 def _settle(
     reservation: Reservation, outcome: Outcome, usage: Usage | None, cost: float | None
 ) -> None:
-    """Nothing for a refusal; what it was where that is known; else the worst case stays spent."""
+    """Settle the known cost; nothing for a refusal, and the worst case if the cost is unknown."""
     if outcome == "refused":
         reservation.release()
     elif usage is None or usage.total_tokens is None:
@@ -543,8 +544,8 @@ def _unpriced(model: str, usage: Usage) -> float | None:
     return None
 
 
-def _withheld(answer: Completion) -> ModelError | None:
-    """The error that a complete answer stands for."""
+def _error_of_answer(answer: Completion) -> ModelError | None:
+    """Return the error that the finish reason of a complete answer means."""
     if answer.finish_reason == "content_filter":
         return ContentFiltered(
             "the provider's filter withheld the answer", request_id=answer.request_id, served=True
@@ -559,52 +560,55 @@ def _withheld(answer: Completion) -> ModelError | None:
 
 
 def _describe(error: BaseException) -> str:
-    """Class and message. Messages of model errors are scrubbed where they are made; what others say
-    is not ours to show."""
+    """Return class and message. Only messages of model errors are scrubbed, so others are
+    omitted."""
     if isinstance(error, ModelError):
         return f"{type(error).__name__}: {error}"[:500]
     return type(error).__name__
 
 
-class _Known(NamedTuple):
-    """What a server said of a prompt bounds the beginning that another one shares with it: the same
-    conversation some messages ago, or one with the same system prompt and tools. Only the rest
-    counts by bytes, which are four times as many as tokens as a rule."""
+class _CountedPrompt(NamedTuple):
+    """A prompt whose tokens a server has counted.
+
+    It bounds the part that another prompt shares with it: the same conversation some messages ago,
+    or one with the same system prompt and tools. Only the rest is bounded by its bytes, usually
+    four times the number of tokens.
+    """
 
     bound: int
     tokens: int
 
 
-def prompt_bound(client: ModelClient, request: ModelRequest, heads: Heads) -> int:
-    """An upper bound on the tokens of a request's prompt."""
+def bound_prompt_tokens(client: ModelClient, request: ModelRequest, heads: PromptHeads) -> int:
+    """Return an upper bound on the tokens of a request's prompt."""
     bound = client.bound(request)
-    known = request.conversation.attachments.get((_PROMPT_TOKENS, request.model))
+    known = request.conversation.attachments.get((_COUNTED_PROMPT, request.model))
     if known is None:
-        own, key = _head(client, request)
-        known = _Known(own, heads[key]) if key in heads else None
+        head_bound, key = _prompt_head(client, request)
+        known = _CountedPrompt(head_bound, heads[key]) if key in heads else None
     if known is None or bound < known.bound:
         return bound
     return min(bound, int(known.tokens + bound - known.bound))
 
 
-def learn(
+def record_prompt_tokens(
     client: ModelClient,
     request: ModelRequest,
     tokens: int | None,
-    heads: Heads,
+    heads: PromptHeads,
 ) -> None:
-    """Keep what a server said of a prompt."""
+    """Keep the token count of a prompt."""
     if not tokens or request.prompt_ids is not None:
         return
     kept = request.conversation.attachments
-    if (_PROMPT_TOKENS, request.model) not in kept:
-        _, key = _head(client, request)
+    if (_COUNTED_PROMPT, request.model) not in kept:
+        _, key = _prompt_head(client, request)
         heads[key] = min(tokens, heads.get(key, tokens))
-    kept[_PROMPT_TOKENS, request.model] = _Known(client.bound(request), tokens)
+    kept[_COUNTED_PROMPT, request.model] = _CountedPrompt(client.bound(request), tokens)
 
 
-def _head(client: ModelClient, request: ModelRequest) -> tuple[int, Hashable]:
-    """The bound of what comes before the first message of a conversation, and what names it."""
+def _prompt_head(client: ModelClient, request: ModelRequest) -> tuple[int, Hashable]:
+    """Return the bound of a conversation's system prompt and tools, and a key for them."""
     system = [*takewhile(lambda m: isinstance(m, SystemMessage), request.conversation)]
     bound = client.bound(replace(request, conversation=Conversation(system), prefill=()))
     return bound, (request.model, bound, tuple(str(message.content) for message in system))

@@ -1,31 +1,30 @@
-"""Where a call may go, and what to do after a failed request.
+"""Routes and accounts for calls, and decisions after failed requests.
 
-A caller is given routes in order: the first is the model that was requested, the others are its
-fallbacks. Each route has accounts, one per key, chosen by a strategy:
+A caller has routes in order: the requested model, then its fallbacks. Each route has accounts, one
+per key, chosen by a strategy:
 
-- `fill_first`: the first that is available, in the order given.
-- `round_robin`: each in turn. `random`: any. `least_used`: the one that was chosen least.
+- `fill_first`: the first available one in the configured order.
+- `round_robin`: each in turn. `random`: any. `least_used`: the one chosen least often.
 
-A refused account cools down: 5 minutes after a refused key (401, 403); after a 429 or a lack of
-credit until the time that the provider names (Retry-After, else the reset of the limit that is used
-up). Without either, one that is over its rate cools down until its limiter would start another
-request (at least a second), one without credit for an hour. Of the accounts that are available,
-those come first whose limiter starts a request now. A refusal for the rate concerns one model, the
-others concern the whole account; 5xx, 529 and bad requests concern no account. All workers of a run
-share cooldowns (`hermes_rl.models.rate.share`). A single account never cools down for its rate,
-because its limiter handles that.
+A refused account cools down: 5 minutes after a refused key (401, 403), and after a 429 or a lack of
+credit until the time that the provider names (Retry-After, else the reset of the exhausted limit).
+Without either, an account over its rate cools down until its limiter would start another request
+(at least a second), and one without credit for an hour. Of the available accounts, those whose
+limiter allows a request now come first. A refusal for the rate concerns one model, the others
+concern the whole account; 5xx, 529 and bad requests concern no account. All workers of a run share
+cooldowns (`hermes_rl.models.rate.share`). A single account never cools down for its rate, because
+its limiter handles that.
 
-After a failure one decision is made at a time, as a value. `Recovery` belongs to one rollout and
-keeps what the conversation learned; `CallRecovery` belongs to one call, takes in each of its
-failures and decides the next step. They neither wait nor send. The order of the steps:
+Each decision is a value. `Recovery` keeps what one rollout has learned, and `CallRecovery` decides
+the next step after each failure of one call. Neither waits or sends. The order of the steps:
 
-1. send it without what was refused (large images, all images, content in parts, signatures,
-   encrypted reasoning, grammar patterns), once each, and never again with it in this conversation;
+1. send the request without the refused feature (large images, all images, content parts,
+   signatures, encrypted reasoning, grammar patterns), once each, for the rest of the conversation;
 2. another account;
-3. fewer output tokens, where the error names how many there may be;
-4. another model, when this one will not answer in time or at all;
-5. wait, with full jitter, on top of what the server asked for; once, with new connections;
-6. give up, with an error that says whether the request or the endpoint is at fault.
+3. fewer output tokens, if the error names a limit;
+4. another model, if this one does not answer in time;
+5. wait, with full jitter on top of the server's hint; once, with new connections;
+6. give up, with an error that blames either the request or the endpoint.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ from hermes_rl.errors import (
 from hermes_rl.messages import UserMessage
 from hermes_rl.models.base import Adaptation, ModelClient, ModelRequest, Sampling
 from hermes_rl.models.key_command import KeyRenewed
-from hermes_rl.models.prepare import can_shrink
+from hermes_rl.models.prepare import has_shrinkable_image
 from hermes_rl.models.providers import PriceTable
-from hermes_rl.models.rate import Cooldowns, Limiter, Traffic, resets_s
-from hermes_rl.models.wire import NO_LIMIT
+from hermes_rl.models.rate import Cooldowns, Limiter, Traffic, seconds_until_reset
+from hermes_rl.models.wire import NEUTRAL_FILTERS
 
 _log = logging.getLogger(__name__)
 
@@ -70,12 +69,12 @@ Strategy = Literal["fill_first", "round_robin", "random", "least_used"]
 
 AUTH_COOLDOWN_S = 300.0
 COOLDOWN_S = 3600.0
-"""Of an account without credit whose provider names no time."""
+"""For an account without credit, if the provider names no time."""
 LEAST_COOLDOWN_S = 1.0
-"""A provider may name no time at all (`Retry-After: 0`, or a date that has passed)."""
+"""Minimum, because a provider may name none (`Retry-After: 0`, or a past date)."""
 
-_OF_THE_ACCOUNT = ("auth", "auth_permanent", "billing")
-_OF_ITS_RATE = ("rate_limit",)
+_ACCOUNT_REASONS = ("auth", "auth_permanent", "billing")
+_RATE_REASONS = ("rate_limit",)
 
 
 @dataclass(frozen=True)
@@ -83,24 +82,24 @@ class Account:
     """One key at one endpoint, with the client that sends it and the limiter of its rate."""
 
     name: str
-    """For records: the variable that holds the key, never the key."""
+    """The variable that holds the key, for records; never the key."""
     client: ModelClient
     limiter: Limiter
 
     @property
     def traffic(self) -> Traffic:
-        """What the calls of all rollouts see there."""
+        """What the calls of all rollouts have observed."""
         return self.limiter.traffic
 
     @property
     def answered_at(self) -> float | None:
-        """When it last answered anybody, here or at another worker of the run."""
+        """When it last answered a call of any worker of the run."""
         known = (self.traffic.answered_at, self.limiter.answered_at)
         return max((at for at in known if at is not None), default=None)
 
     @property
     def silent_since(self) -> float | None:
-        """Since when calls wait for it that never gave a sign of life; None once it gave one."""
+        """Since when calls wait, if the endpoint has never responded; None once it has."""
         if self.traffic.alive or self.limiter.answered_at is not None:
             return None
         return self.traffic.waiting_since
@@ -111,7 +110,7 @@ class KeyPool:
 
     Args:
         accounts: at least one.
-        scope: what a rate is counted by, for example endpoint and model.
+        scope: what rate limits apply to, for example endpoint and model.
         cooldowns: shared by all pools of the process.
     """
 
@@ -131,64 +130,66 @@ class KeyPool:
         self._turn = 0
 
     def choose(self) -> Account:
-        """The account of the next request: an available one, else the first to be available."""
-        left = [self._left_s(account) for account in self.accounts]
+        """Return the account for the next request: an available one, else the first to become
+        so."""
+        left = [self._cooldown_left_s(account) for account in self.accounts]
         ready = [i for i, seconds in enumerate(left) if seconds <= 0]
-        chosen = self._ready(ready) if ready else self._least_bad(left)
+        chosen = self._choose_ready(ready) if ready else self._choose_soonest(left)
         self._used[chosen] += 1
         return self.accounts[chosen]
 
-    def _ready(self, ready: Sequence[int]) -> int:
-        """By the strategy, one whose rate lets a request start now; else the first to have room."""
+    def _choose_ready(self, ready: Sequence[int]) -> int:
+        """Choose by the strategy among accounts that allow a request now, else the first that
+        will."""
         if len(ready) == 1:
             return ready[0]
         backlog = {i: self.accounts[i].limiter.backlog_s for i in ready}
         free = [i for i in ready if backlog[i] <= 0]
-        return self._pick(free) if free else min(ready, key=lambda i: backlog[i])
+        return self._choose_by_strategy(free) if free else min(ready, key=lambda i: backlog[i])
 
-    def _least_bad(self, left: Sequence[float]) -> int:
-        """The first to be available of those that only cool down for their rate: a key that was
-        refused will be refused again, and that would stop the run."""
+    def _choose_soonest(self, left: Sequence[float]) -> int:
+        """Return the first to become available, preferring accounts that cool down for their rate:
+        a refused key would be refused again, and that would stop the run."""
 
-        def how_bad(i: int) -> tuple[bool, float]:
+        def readiness(i: int) -> tuple[bool, float]:
             return self._cooldowns.left_s(self.accounts[i].name) > 0, left[i]
 
-        return min(range(len(left)), key=how_bad)
+        return min(range(len(left)), key=readiness)
 
     def cool_down(self, account: Account, error: ModelError) -> bool:
-        """Let an account cool down for what the error says of it.
+        """Start the cooldown that an error calls for.
 
-        Returns: whether another may be used: one that is available now (also this one, with a new
-        key), or, after a refused key, one that only cools down for its rate.
+        Returns: whether another account may be used: one that is available now (or this one with a
+            new key), or after a refused key one that cools down only for its rate.
         """
         if isinstance(error, KeyRenewed):
             return True
         seconds = self._seconds(account, error)
         if seconds:
-            of_rate = error.reason in _OF_ITS_RATE
+            of_rate = error.reason in _RATE_REASONS
             name = self._rate_of(account) if of_rate else account.name
             self._cooldowns.start(name, seconds, error.reason)
         others = [a for a in self.accounts if a.name != account.name]
-        if error.reason in _OF_THE_ACCOUNT:
+        if error.reason in _ACCOUNT_REASONS:
             # Wait for rate-limited accounts; otherwise nothing would end the run.
             return any(self._cooldowns.left_s(a.name) <= 0 for a in others)
-        return any(self._left_s(a) <= 0 for a in others)
+        return any(self._cooldown_left_s(a) <= 0 for a in others)
 
     def _seconds(self, account: Account, error: ModelError) -> float:
-        """How long an account cools down for an error, in seconds; 0: not at all."""
+        """Return the seconds for which an account cools down after an error; 0 for none."""
         if error.reason in ("auth", "auth_permanent"):
             return AUTH_COOLDOWN_S
-        of_rate = error.reason in _OF_ITS_RATE and len(self.accounts) > 1
-        if of_rate or error.reason in _OF_THE_ACCOUNT:
-            told = error.retry_after_s
-            if told is None:
-                told = resets_s(error.rate_limit, self._cooldowns.now())
-            if told is None:
-                told = min(account.limiter.backlog_s, COOLDOWN_S) if of_rate else COOLDOWN_S
-            return max(told, LEAST_COOLDOWN_S)
+        of_rate = error.reason in _RATE_REASONS and len(self.accounts) > 1
+        if of_rate or error.reason in _ACCOUNT_REASONS:
+            seconds = error.retry_after_s
+            if seconds is None:
+                seconds = seconds_until_reset(error.rate_limit, self._cooldowns.now())
+            if seconds is None:
+                seconds = min(account.limiter.backlog_s, COOLDOWN_S) if of_rate else COOLDOWN_S
+            return max(seconds, LEAST_COOLDOWN_S)
         return 0.0
 
-    def _pick(self, ready: Sequence[int]) -> int:
+    def _choose_by_strategy(self, ready: Sequence[int]) -> int:
         match self._strategy:
             case "random":
                 return self._chance.choice(ready)
@@ -202,7 +203,7 @@ class KeyPool:
             case _:
                 return ready[0]
 
-    def _left_s(self, account: Account) -> float:
+    def _cooldown_left_s(self, account: Account) -> float:
         names = (account.name, self._rate_of(account))
         return max(self._cooldowns.left_s(name) for name in names)
 
@@ -215,30 +216,32 @@ class Route:
     """A model on a provider."""
 
     model: str
-    """As it is called there; the empty text sends the name that a request gives."""
+    """Its name at the provider; empty for the name in the request."""
     accounts: KeyPool
     prices: PriceTable | None = None
-    """What calls cost here; None where the caller is told otherwise."""
+    """Prices of calls; None if the caller has its own."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of each request's body, the user's own."""
+    """Extra fields of each request's body."""
     refused: list[str] = field(default_factory=list, compare=False)
-    """Sampling parameters that the endpoint refused by name: no rollout sends them any more."""
+    """Sampling parameters that the endpoint refused by name. No rollout sends them again."""
     heads: dict[Hashable, int] = field(default_factory=dict, compare=False)
-    """What is known of how prompts begin here."""
+    """Token counts of system prompts and tools, as the endpoint counts them."""
 
     def unsent(self, sampling: Sampling) -> tuple[str, ...]:
-        """The parameters of a sampling that the endpoint refused by name."""
+        """Return the parameters that the endpoint refused by name."""
         return tuple(name for name in self.refused if name in sampling.as_dict())
 
     def drop(self, error: ModelError, request: ModelRequest) -> bool:
-        """Stop sending the parameters of a request that its refusal names. An exact request loses
-        only what does not change the distribution: the seed, and filters that cut nothing off.
+        """Stop sending the sampling parameters that a refusal names.
 
-        Returns: whether the request is worth sending again without them.
+        An exact request loses only what does not change the distribution: the seed, and neutral
+        filters.
+
+        Returns: whether to send the request again without them.
         """
         sent = request.sampling.as_dict()
         names = [name for name in error.facts.refused if name in sent]
-        harmless = {"seed", *(name for name, value in NO_LIMIT if sent.get(name) == value)}
+        harmless = {"seed", *(name for name, value in NEUTRAL_FILTERS if sent.get(name) == value)}
         if not names or (request.exact and not harmless.issuperset(names)):
             return False
         for name in names:
@@ -249,41 +252,41 @@ class Route:
 
     @classmethod
     def single(cls, model: str, client: ModelClient, limiter: Limiter) -> Route:
-        """The route to one account."""
+        """Return the route to a single account."""
         return cls(model, KeyPool((Account("", client, limiter),), Cooldowns(), scope=model))
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to go on, and by which means."""
+    """Limits of retries, and permitted measures."""
 
     outage_s: float = 1800.0
-    """Seconds after a call's first failure until it is given up, whatever the failures were."""
+    """Seconds from a call's first failure until it is given up."""
     first_answer_s: float | None = None
-    """The same while there never was a sign of life (`Traffic.alive`); None is no difference."""
+    """The same while the endpoint has never responded (`Traffic.alive`); None for no difference."""
     silence_s: float | None = None
-    """Such an endpoint may keep silent for so long; None leaves that to the client's timeouts."""
+    """Maximum silence of such an endpoint; None leaves it to the client's timeouts."""
     refusals: int | None = None
-    """After so many refusals in the same words, with no answer between them, nothing is sent."""
+    """After this many identical refusals in a row, no request is sent."""
     max_attempts: int = 6
-    """Failures of one request at a server that answers others, or that began to answer this one:
-    each may have been served and billed, and the request itself is likely at fault."""
+    """Maximum failures of a request at a server that answers other calls, or that began to answer
+    this one. Each may have been billed, and the request itself is probably at fault."""
     base_s: float = 0.5
     """The first pause is random between 0 and this; the bound doubles each time (full jitter)."""
     cap_s: float = 30.0
-    """Upper end of that bound."""
+    """Maximum of that bound."""
     hint_s: float = 600.0
-    """The longest Retry-After that is heeded; after it the request is tried again."""
+    """Maximum Retry-After to obey."""
     adapt: bool = True
-    """Send again without what a server refused. This changes what the model sees, so requests that
-    are to be exact (preset `rl`) are never adapted."""
+    """Send a request again without what the server refused. This changes what the model sees, so
+    exact requests (preset `rl`) are never adapted."""
     fall_back_after: int = 2
-    """Failures of a server that is down, overloaded or limits the rate, before the next route."""
+    """Failures at an unavailable or rate-limited server before the next route is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A request that failed, and what else the decision after it depends on."""
+    """A failed request, and everything else that the next decision depends on."""
 
     error: ModelError
     request: ModelRequest
@@ -292,26 +295,26 @@ class Failure:
     now: float
     """Seconds of a monotonic clock."""
     rotated: bool = False
-    """The account cools down, and another may be used (`KeyPool.cool_down`)."""
+    """Another account may be used (`KeyPool.cool_down`)."""
     routes_left: bool = False
-    """There is another model to fall back to."""
+    """There is another fallback."""
     imposed: bool = False
-    """The request's output bound is a budget's: what the server has room for will do."""
+    """The request's output limit comes from a budget, so a smaller one is acceptable."""
 
 
 @dataclass(frozen=True)
-class Again:
-    """Send at once, changed: what changed is learned already."""
+class Resend:
+    """Send again at once, with a change that `Recovery` has learned."""
 
 
 @dataclass(frozen=True)
-class Rotate:
-    """Send at once, with another account."""
+class SwitchAccount:
+    """Send at once with another account."""
 
 
 @dataclass(frozen=True)
 class FallBack:
-    """Send at once, to the next route."""
+    """Send at once to the next route."""
 
 
 @dataclass(frozen=True)
@@ -320,12 +323,12 @@ class Wait:
 
     seconds: float
     renew: bool = False
-    """With new connections."""
+    """Use new connections."""
     paid: bool = False
-    """The failed request may have been served: another one needs its share of the traffic."""
+    """The failed request may have been served: a retry needs a token of the retry budget."""
     probe: bool = False
-    """Ask the server for something else before, to learn whether it answers anybody
-    (`CallRecovery.blame`)."""
+    """Send a short request first, to learn whether the server answers any
+    (`CallRecovery.assume_request_fault`)."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +338,7 @@ class GiveUp:
     error: ModelError
 
 
-Action = Again | Rotate | FallBack | Wait | GiveUp
+Action = Resend | SwitchAccount | FallBack | Wait | GiveUp
 
 _ADAPTATIONS: dict[Reason, Adaptation] = {
     "multimodal_tool_content_unsupported": "text_only",
@@ -343,50 +346,48 @@ _ADAPTATIONS: dict[Reason, Adaptation] = {
     "invalid_encrypted_content": "no_encrypted_reasoning",
     "llama_cpp_grammar_pattern": "no_grammar",
 }
-_ROTATE: tuple[Reason, ...] = ("auth", "auth_permanent", "billing", "rate_limit")
-_STAY: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
-"""What the user must fix: another model would hide it."""
+_SWITCH_ACCOUNT: tuple[Reason, ...] = ("auth", "auth_permanent", "billing", "rate_limit")
+_NEVER_FALL_BACK: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
+"""The user must fix these: another model would hide them."""
 
-_LEAST_OUTPUT = 256
-"""With less room than this an answer is not worth asking for."""
-_UNTOLD = 4096
-"""Asked for instead of a budget's bound, when a window is too small and nobody says by how much."""
+_MIN_OUTPUT = 256
+"""Minimum output tokens for which a request is worth sending."""
+_SMALL_WINDOW_OUTPUT = 4096
+"""Replaces a budget's limit if the context window is too small by an unknown amount."""
 _RENEW_AFTER = 2
 
 
 _MARGIN = 1 / 16
-"""So much longer than the estimate may a prompt be."""
+"""A prompt may exceed its estimate by this part."""
 _FULL = 8
-"""With less than this part of the window left an estimate would cut answers: the server is asked,
-whose refusal says the very number."""
+"""If less than one part in this many is left of the window, an estimate might cut answers. The
+server's refusal names the exact number."""
 
 
 @dataclass
 class Window:
-    """What one conversation knows of the context window of one route.
-
-    From one refusal on it says how much room a small window leaves for an answer."""
+    """What one conversation has learned about the context window of a route."""
 
     size: int | None = None
     """Tokens of prompt and answer together."""
     _share: float = 1.0
-    """Tokens of a prompt for each that its bound counts (`ModelClient.bound`)."""
+    """Actual tokens of a prompt per token of its bound (`ModelClient.bound`)."""
 
     def learn(self, facts: Facts, bound: int) -> None:
-        """Keep what a refusal says.
+        """Learn from a refusal.
 
         Args:
-            bound: of the refused prompt, as the client counts it.
+            bound: the client's bound of the refused prompt.
         """
         if facts.context_limit and facts.prompt_tokens and bound > 0:
             self.size = facts.context_limit
             self._share = facts.prompt_tokens / bound
 
     def left(self, bound: int) -> int | None:
-        """About as many tokens as an answer may have; None when that is not known well enough.
+        """Estimate the tokens that an answer may have; None if the estimate is too uncertain.
 
         Args:
-            bound: of the prompt.
+            bound: the client's bound of the prompt.
         """
         if self.size is None:
             return None
@@ -396,7 +397,7 @@ class Window:
 
 @dataclass
 class _Learned:
-    """What one route will not take, for the rest of the conversation."""
+    """What a route refuses, for the rest of the conversation."""
 
     adaptations: set[Adaptation] = field(default_factory=set)
     output_cap: int | None = None
@@ -404,24 +405,24 @@ class _Learned:
 
 
 class Recovery:
-    """What one rollout learned. See the module.
+    """What one rollout has learned about its routes.
 
     Args:
-        uniform: chance, as `random.uniform`.
+        uniform: `random.uniform`.
     """
 
     def __init__(self, policy: RetryPolicy, uniform: Callable[[float, float], float]) -> None:
         self.policy, self.uniform = policy, uniform
         self.route = 0
-        """Number of the route in use. What was left is not returned to in this conversation."""
+        """Index of the route in use; it only increases within a conversation."""
         self._learned: dict[int, _Learned] = {}
 
     def begin(self) -> CallRecovery:
-        """Begin a call: what was learned stays, what went wrong is forgotten."""
+        """Begin a call. What was learned stays; failures start at zero."""
         return CallRecovery(self)
 
     def of_route(self, route: int) -> _Learned:
-        """What a route will not take."""
+        """Return what a route refuses."""
         return self._learned.setdefault(route, _Learned())
 
 
@@ -430,23 +431,23 @@ class _Failures:
     """The failures of one call at one route."""
 
     since: float | None = None
-    """When the first of them was."""
+    """Time of the first one."""
     last: float | None = None
     number: int = 0
     counted: int = 0
-    """Those for which the request is likely at fault."""
+    """Failures for which the request is probably at fault."""
     unexplained: int = 0
-    """Those of a server that answered nobody else meanwhile."""
+    """Failures of a server that answered no other call meanwhile."""
     lost: int = 0
-    """Lost connections and silences in a row."""
+    """Consecutive lost connections and timeouts."""
     renewed: bool = False
     probed: bool = False
-    turned: set[tuple[str, Reason]] = field(default_factory=set)
-    """Accounts that were turned away from since the last pause, and why."""
+    replaced: set[tuple[str, Reason]] = field(default_factory=set)
+    """Accounts that were replaced since the last pause, with the reason."""
 
 
 class CallRecovery:
-    """The decisions of one call. Several calls of a rollout may be under way at once."""
+    """The decisions of one call. A rollout may have several calls in flight."""
 
     def __init__(self, rollout: Recovery) -> None:
         self.route = rollout.route
@@ -454,68 +455,73 @@ class CallRecovery:
         self._failed = _Failures()
         self._output_cap: int | None = None
 
-    def fit(
+    def adapt_request(
         self, request: ModelRequest, imposed: Callable[[ModelRequest], int] | None = None
     ) -> ModelRequest:
-        """The request as the route in use will take it.
+        """Adapt a request to the route in use.
 
         Args:
-            imposed: the client's `bound`, where the request's output bound is a budget's.
+            imposed: the client's `bound` function, if the output limit comes from a budget.
         """
         learned = self._rollout.of_route(self.route)
         if learned.adaptations:
             request = replace(request, adaptations=request.adaptations | learned.adaptations)
-        room = None
+        space = None
         if imposed and self._output_cap is None and learned.window.size is not None:
-            room = learned.window.left(imposed(request))
-        caps = (self._output_cap, learned.output_cap, room)
+            space = learned.window.left(imposed(request))
+        caps = (self._output_cap, learned.output_cap, space)
         cap = min((c for c in caps if c is not None), default=None)
-        asked = request.sampling.max_tokens
-        if cap is not None and (asked is None or asked > cap):
+        requested = request.sampling.max_tokens
+        if cap is not None and (requested is None or requested > cap):
             request = replace(request, sampling=replace(request.sampling, max_tokens=cap))
         return request
 
     def decide(self, at: Failure) -> Action:
-        """What comes after a failure."""
-        for step in (self._adapt, self._rotate, self._lower, self._fall_back):
+        """Decide the next step after a failure."""
+        for step in (self._adapt, self._rotate, self._lower_output, self._fall_back):
             action = step(at)
             if action is not None:
                 return action
         return self._wait(at) if at.error.transient else GiveUp(at.error)
 
-    def hold(self, at: Failure) -> Wait | GiveUp:
-        """What comes when a paid retry has no share of the traffic yet."""
+    def wait_for_retry_token(self, at: Failure) -> Wait | GiveUp:
+        """Decide what to do when the retry budget has no token."""
         cap = self._policy.cap_s
         return self._in_time(Wait(self._rollout.uniform(cap / 2, cap), paid=True), at)
 
     def _adapt(self, at: Failure) -> Action | None:
-        """Each once: what the failed request was already without did not help."""
-        wanted = _unwanted(at)
+        """Leave out a refused feature, unless the failed request was already without it."""
+        wanted = _feature_to_leave_out(at)
         if wanted is None or wanted in at.request.adaptations:
             return None
         if wanted != "completion_cap" and (not self._policy.adapt or at.request.exact):
             return None
         self._rollout.of_route(self.route).adaptations.add(wanted)
-        return Again()
+        return Resend()
 
     def _rotate(self, at: Failure) -> Action | None:
-        """Once from each account between two pauses: a cooldown may be shorter than a request
-        takes, and the accounts would then take turns for ever."""
+        """Leave each account once between two pauses. A cooldown may be shorter than a request, and
+        the accounts would alternate forever."""
         refusal = (at.account.name, at.error.reason)
-        if not at.rotated or at.error.reason not in _ROTATE or refusal in self._failed.turned:
+        if (
+            not at.rotated
+            or at.error.reason not in _SWITCH_ACCOUNT
+            or refusal in self._failed.replaced
+        ):
             return None
-        self._failed.turned.add(refusal)
-        return Rotate()
+        self._failed.replaced.add(refusal)
+        return SwitchAccount()
 
-    def _lower(self, at: Failure) -> Action | None:
-        """A cap of the model stays; the room that a full window leaves is for this call alone."""
+    def _lower_output(self, at: Failure) -> Action | None:
+        """Lower the output limit: to the model's for the conversation, to what a full window leaves
+        for this call only."""
         error, most = at.error, at.request.sampling.max_tokens
         if self._output_cap is not None or not isinstance(error, BadRequest | ContextOverflow):
             return None
         cap = error.facts.max_output_tokens
         if at.imposed and cap is None and error.reason == "context_overflow":
-            cap = _UNTOLD
-        if cap is None or (cap < _LEAST_OUTPUT and not at.imposed):
+            cap = _SMALL_WINDOW_OUTPUT
+        if cap is None or (cap < _MIN_OUTPUT and not at.imposed):
             return None
         if most is not None and most <= cap:
             return None
@@ -525,19 +531,19 @@ class CallRecovery:
             learned.window.learn(error.facts, at.account.client.bound(at.request))
         if error.reason == "format_error" and error.facts.context_limit is None:
             learned.output_cap = cap
-        return Again()
+        return Resend()
 
     def _fall_back(self, at: Failure) -> Action | None:
         error = at.error
-        if not at.routes_left or error.reason in _STAY:
+        if not at.routes_left or error.reason in _NEVER_FALL_BACK:
             return None
         if error.transient:
             soon = (error.retry_after_s or 0.0) <= self._policy.cap_s
             early = self._failed.number < self._policy.fall_back_after
-            if soon and early and self._first_left(at) > 0:
+            if soon and early and self._first_response_left_s(at) > 0:
                 return None
         elif isinstance(error, ContextOverflow | PayloadTooLarge):
-            return None  # the policy filled its window: that ends as it would without fallbacks
+            return None  # the model filled its window: a fallback must not change that ending
         elif not isinstance(
             error, AuthError | BillingError | ModelNotFound | ContentFiltered | BadRequest
         ):
@@ -551,18 +557,18 @@ class CallRecovery:
         error, policy, call = at.error, self._policy, self._failed
         if call.since is None:
             call.since = at.now
-        silent = self._first_left(at) < math.inf  # then it is not the request's fault
-        if self._others_answered(at) or (_at_fault(error) and not silent):
+        silent = self._first_response_left_s(at) < math.inf  # then the request is not at fault
+        if self._others_answered(at) or (_request_may_be_at_fault(error) and not silent):
             call.counted += 1
         elif not _waiting_helps(error):
             call.unexplained += 1
         call.last = at.now
-        call.turned.clear()
+        call.replaced.clear()
         if call.counted >= policy.max_attempts:
             return GiveUp(error)
         bound = min(policy.cap_s, policy.base_s * 2 ** min(call.number, 30))
         call.number += 1
-        # On top of what the server asked for, so that refused requests do not come back together.
+        # Jitter on top of the server's hint, so that refused requests do not return together.
         hint = min(error.retry_after_s or 0.0, policy.hint_s)
         pause = hint + self._rollout.uniform(0.0, bound)
         doubtful = call.unexplained == policy.max_attempts and not call.probed
@@ -570,20 +576,20 @@ class CallRecovery:
         call.probed = call.probed or doubtful
         return self._in_time(wait, at)
 
-    def blame(self) -> None:
-        """The server answers something else: when this request fails again, it is at fault."""
+    def assume_request_fault(self) -> None:
+        """The server answers other requests: give this one up at its next failure."""
         self._failed.counted = max(self._failed.counted, self._policy.max_attempts - 1)
 
     def _others_answered(self, at: Failure) -> bool:
-        """The server answered somebody since this call's last failure, which waiting should have
-        fixed."""
+        """Whether the server answered another call since this call's last failure, although waiting
+        should have fixed that."""
         answered_at, last = at.account.answered_at, self._failed.last
         if _waiting_helps(at.error) or last is None or answered_at is None:
             return False
         return answered_at > last
 
-    def _first_left(self, at: Failure) -> float:
-        """Seconds left for a first sign of life; infinite once there was one."""
+    def _first_response_left_s(self, at: Failure) -> float:
+        """Return the seconds left for a first response; infinite once there was one."""
         silent_since = at.account.silent_since
         if self._policy.first_answer_s is None or silent_since is None:
             return math.inf
@@ -598,8 +604,8 @@ class CallRecovery:
         return True
 
     def _in_time(self, wait: Wait, at: Failure) -> Wait | GiveUp:
-        """The pause, or the end when it is longer than the patience that is left."""
-        left = self._first_left(at)
+        """Return the pause, or give up if it exceeds the time limit."""
+        left = self._first_response_left_s(at)
         if left <= 0:
             silent = f"nothing was answered within {self._policy.first_answer_s or 0.0:g} s"
             return GiveUp(_outage(silent, at.error))
@@ -611,23 +617,23 @@ class CallRecovery:
             return wait
         answered_at = at.account.answered_at
         if answered_at is not None and answered_at > since:
-            return GiveUp(at.error)  # the endpoint works: it is this call that fails
+            return GiveUp(at.error)  # the endpoint works: only this call fails
         span = f"{spent:.0f} s" if spent < 120 else f"{spent / 60:.0f} min"
         return GiveUp(_outage(f"no answer for {span}", at.error))
 
 
-def _unwanted(at: Failure) -> Adaptation | None:
-    """What the request may be refused for: large images first, then images at all."""
+def _feature_to_leave_out(at: Failure) -> Adaptation | None:
+    """Return the feature to leave out: large images first, then all images."""
     facts, reason, messages = at.error.facts, at.error.reason, at.request.conversation
     if facts.completion_cap:
-        return "completion_cap"  # another name, which the model does not see
+        return "completion_cap"  # only a field name, which the model does not see
     if facts.no_images or reason in ("image_too_large", "payload_too_large"):
         contents = (m.content for m in messages if isinstance(m, UserMessage))
         parts = (part for c in contents if isinstance(c, list) for part in c)
         if not any("image" in str(part.get("type")) for part in parts):
             return None
         kept = "small_images" not in at.request.adaptations and not facts.no_images
-        return "small_images" if kept and can_shrink(messages) else "no_images"
+        return "small_images" if kept and has_shrinkable_image(messages) else "no_images"
     return _ADAPTATIONS.get(reason)
 
 
@@ -642,21 +648,21 @@ def _outage(what: str, error: ModelError) -> Outage:
     )
 
 
-def refused_alike(text: str, calls: int) -> Outage:
+def identical_refusals_outage(text: str, calls: int) -> Outage:
     """Return the error that stops the run when no request is accepted."""
     return Outage(f"{calls} calls were refused in the same words, none was answered: {text}")
 
 
 def _waiting_helps(error: ModelError) -> bool:
-    """Whether the server is overloaded for now, or not there."""
+    """Return whether the server is temporarily overloaded or unreachable."""
     if isinstance(error, RateLimited | Overloaded):
         return True
     return isinstance(error, ConnectionLost) and not error.served
 
 
-def _at_fault(error: ModelError) -> bool:
-    """Whether the server accepted the request and began to answer: another request may do better,
-    this one perhaps not."""
+def _request_may_be_at_fault(error: ModelError) -> bool:
+    """Return whether the server accepted the request and began to answer, so that this request may
+    fail again where others succeed."""
     if isinstance(error, RateLimited | Overloaded | ConnectionLost):
         return False
     return isinstance(error, ProtocolError | ModelAborted) or (

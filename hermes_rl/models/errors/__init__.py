@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.errors.body import facts_of
+    from hermes_rl.models.errors.body import read_error_facts
     from hermes_rl.models.errors.classify import (
         classify_exception,
         classify_in_answer,

@@ -1,4 +1,4 @@
-"""What the body of an error says: its codes, its texts, and the numbers in them.
+"""Read error bodies: their codes, texts and numbers.
 
 Providers, engines and gateways wrap errors in each other: an aggregator quotes its provider as a
 string of JSON, a proxy puts an exception's text around a body, a cloud puts the code into a header.
@@ -29,12 +29,12 @@ _CODES = (
     "code", "type", "status", "reason", "error_code", "error_type", "__type", "errortype", "name",
     "status_code",
 )  # fmt: skip
-_SAYS = (
+_MESSAGE_KEYS = (
     "message", "detail", "msg", "error", "errors", "raw", "error_description", "error_msg",
     "errormessage", "status_msg", "description", "title", "param", "text",
 )  # fmt: skip
 """Keys whose values are messages, in this order; one provider gives the reason in `param`."""
-_HOLDS = (
+_ERROR_KEYS = (
     "error", "errors", "detail", "details", "metadata", "innererror", "inner_error", "response",
     "upstream_error", "raw", "base_resp", "cause", "data", "message",
 )  # fmt: skip
@@ -47,19 +47,19 @@ _STATUS = re.compile(r"(?:error code|status(?: code)?|\bhttp)[:=]? ?([45]\d\d)\b
 
 
 @dataclass
-class Fault:
-    """What an error says, unwrapped."""
+class ErrorContent:
+    """The unwrapped content of an error body."""
 
     codes: set[str] = field(default_factory=set)
     """Codes and types in lower case, without namespaces."""
     texts: list[str] = field(default_factory=list)
-    """The messages for people, outermost first."""
+    """The messages, outermost first."""
     status: int | None = None
     """The first HTTP status that the body names."""
     upstream: bool = False
-    """An aggregator quotes the provider behind it."""
+    """Whether an aggregator quotes the provider behind it."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """`context_limit` and `prompt_tokens`, where they are fields."""
+    """`context_limit` and `prompt_tokens`, if they are fields."""
 
     @property
     def message(self) -> str:
@@ -67,7 +67,7 @@ class Fault:
         return " ".join(dict.fromkeys(self.texts))
 
 
-def fault_of(body: bytes, headers: Mapping[str, str]) -> Fault:
+def read_error_body(body: bytes, headers: Mapping[str, str]) -> ErrorContent:
     """Read the body of an answer whose status is not a success."""
     text = body.decode("utf-8", "replace").strip()
     form: Any = text
@@ -80,56 +80,56 @@ def fault_of(body: bytes, headers: Mapping[str, str]) -> Fault:
         form = text[text.find("{") :] if "{" in text else text
     elif text.startswith("<"):
         form = " ".join(_TAGS.sub(" ", text[:20_000]).split())
-    fault = fault_in(form)
+    content = read_error_object(form)
     if "x-amzn-errortype" in headers:
-        fault.codes.add(_code(headers["x-amzn-errortype"]))
-    return fault
+        content.codes.add(_normalize_code(headers["x-amzn-errortype"]))
+    return content
 
 
-def fault_in(form: Any) -> Fault:
+def read_error_object(form: Any) -> ErrorContent:
     """Read a decoded error object, or any other value."""
-    fault, read = Fault(), 0
-    for text in _walk(form, fault, _DEPTH):
-        # Blanks first: what is cut off must never be half a key that is shown.
-        fault.texts.append(_BLANKS.sub(" ", text)[:_CHARS])
-        read += len(fault.texts[-1]) + 1
+    content, read = ErrorContent(), 0
+    for text in _walk(form, content, _DEPTH):
+        # Join blanks first: truncation must not leave half a secret, which would not be scrubbed.
+        content.texts.append(_BLANKS.sub(" ", text)[:_CHARS])
+        read += len(content.texts[-1]) + 1
         if read >= _ALL_CHARS:
             break
-    if fault.status is None:
-        named = _STATUS.search(fault.message)
-        fault.status = int(named[1]) if named else None
-    return fault
+    if content.status is None:
+        named = _STATUS.search(content.message)
+        content.status = int(named[1]) if named else None
+    return content
 
 
-def _walk(form: Any, fault: Fault, depth: int) -> Iterator[str]:
+def _walk(form: Any, content: ErrorContent, depth: int) -> Iterator[str]:
     """Yield the texts of a value in order; codes and numbers go into `fault`."""
     if isinstance(form, str):
-        yield from _text(form, fault, depth)
+        yield from _text(form, content, depth)
     elif depth <= 0:
         return
     elif isinstance(form, list):
         for item in form[:10]:
-            yield from _walk(item, fault, depth - 1)
+            yield from _walk(item, content, depth - 1)
     elif isinstance(form, Mapping):
         low = {str(key).lower(): value for key, value in form.items()}
-        _note(low, fault)
-        for key in _SAYS:
+        _add_codes(low, content)
+        for key in _MESSAGE_KEYS:
             if isinstance(low.get(key), str):
-                yield from _text(low[key], fault, depth)
-        yield from _place(low.get("loc"))
+                yield from _text(low[key], content, depth)
+        yield from _pydantic_location(low.get("loc"))
         named = [key for key in low if key.endswith("exception")]  # an event's name is its code
-        fault.codes.update(named[:5])
-        for key in (*_HOLDS, *named[:5]):
+        content.codes.update(named[:5])
+        for key in (*_ERROR_KEYS, *named[:5]):
             if isinstance(low.get(key), Mapping | list):
-                yield from _walk(low[key], fault, depth - 1)
+                yield from _walk(low[key], content, depth - 1)
 
 
-def _place(loc: Any) -> list[str]:
-    """The field that pydantic complains about, as `at body.seed`."""
+def _pydantic_location(loc: Any) -> list[str]:
+    """Return the field of a pydantic error, as `at body.seed`."""
     return [f"at {'.'.join(map(str, loc[:9]))}"] if isinstance(loc, list) else []
 
 
-def _text(text: str, fault: Fault, depth: int) -> Iterator[str]:
+def _text(text: str, content: ErrorContent, depth: int) -> Iterator[str]:
     """Yield a text without the JSON in it, then the texts of that JSON."""
     start, end = text.find("{"), text.rfind("}")
     if depth > 0 and 0 <= start < end:
@@ -141,30 +141,30 @@ def _text(text: str, fault: Fault, depth: int) -> Iterator[str]:
             around = f"{text[:start]} {text[end + 1 :]}".strip()
             if around:
                 yield around
-            yield from _walk(inner, fault, depth - 1)
+            yield from _walk(inner, content, depth - 1)
             return
     if text.strip():
         yield text.strip()
 
 
-def _note(low: Mapping[str, Any], fault: Fault) -> None:
+def _add_codes(low: Mapping[str, Any], content: ErrorContent) -> None:
     for key in _CODES:
         value = low.get(key)
         if isinstance(value, str) and 0 < len(value) <= 100:
-            fault.codes.add(_code(value))
+            content.codes.add(_normalize_code(value))
         elif isinstance(value, int) and not isinstance(value, bool):
-            fault.codes.add(str(value))
-        if key != "reason" and fault.status is None:
-            fault.status = _http(value)
+            content.codes.add(str(value))
+        if key != "reason" and content.status is None:
+            content.status = _read_status(value)
     for key, name in _NUMBERS.items():
         value = low.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            fault.numbers.setdefault(name, value)
+            content.numbers.setdefault(name, value)
     quoted = low.get("provider_name") or low.get("upstream_error")
-    fault.upstream = fault.upstream or bool(quoted)
+    content.upstream = content.upstream or bool(quoted)
 
 
-def _http(value: Any) -> int | None:
+def _read_status(value: Any) -> int | None:
     if isinstance(value, str) and len(value) == 3 and value.isdecimal():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 400 <= value < 600:
@@ -172,20 +172,20 @@ def _http(value: Any) -> int | None:
     return None
 
 
-def _code(value: str) -> str:
-    """The code in lower case without the cloud's namespace: `com.x#Name`, `Name:http://...`."""
+def _normalize_code(value: str) -> str:
+    """Return the code in lower case, without namespaces such as `com.x#Name`, `Name:http://...`."""
     return value.split("#")[-1].split(":")[0].strip().lower()
 
 
 @lru_cache(maxsize=1)
 def rules() -> dict[str, Any]:
-    """The content of `rules.toml`, read at the first failure."""
+    """Return the content of `rules.toml`, read at the first failure."""
     return tomllib.loads(files(__package__).joinpath("rules.toml").read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)
 def _limits() -> dict[str, list[re.Pattern[str]]]:
-    """The patterns of limits and refused parameters, by what they tell."""
+    """The patterns for limits and refused parameters, by name."""
     form = rules()["limits"]
     parts = {"PARAMETER": "|".join(sorted(form["parameters"], key=len, reverse=True))}
 
@@ -200,7 +200,7 @@ def _limits() -> dict[str, list[re.Pattern[str]]]:
     }
 
 
-def facts_of(
+def read_error_facts(
     text: str, numbers: Mapping[str, int] = MappingProxyType({}), *, no_images: bool = False
 ) -> Facts:
     """Read the limits and the refused parameters from the text of an error.
@@ -211,7 +211,7 @@ def facts_of(
         no_images: the model does not accept images.
     """
     output, window, prompt = _first("output", text), None, None
-    if found := _search("room", text):
+    if found := _search("difference", text):
         window, prompt = _number(found[1]), _number(found[2])
     elif found := _search("sum", text):
         prompt, window = _number(found[1]), _number(found[2])
@@ -234,7 +234,7 @@ def facts_of(
 
 
 def refused_parameters(text: str) -> tuple[str, ...]:
-    """The sampling parameters (fields of `Sampling`) that a text refuses by name."""
+    """Return the sampling parameters (fields of `Sampling`) that a text refuses by name."""
     known = rules()["limits"]["parameters"]
     found = (m[0] for pattern in _limits()["refused"] for m in pattern.finditer(text))
     named = (known[name] for part in found for name in re.findall(r"\w+", part) if name in known)
@@ -248,17 +248,17 @@ _WAIT = re.compile(
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def wait_of(text: str) -> float | None:
-    """The seconds to wait that a text asks for: `try again in 6m0s`, `retry after 26 seconds`."""
-    asked = _WAIT.search(text)
-    if asked is None:
+def read_retry_delay(text: str) -> float | None:
+    """Read the delay in a text such as `try again in 6m0s` or `retry after 26 seconds`."""
+    found = _WAIT.search(text)
+    if found is None:
         return None
-    parts = re.findall(r"([\d.]+)\s?(ms|s|m|h)", asked[1], re.IGNORECASE)
+    parts = re.findall(r"([\d.]+)\s?(ms|s|m|h)", found[1], re.IGNORECASE)
     return round(sum(float(number) * _UNITS[unit.lower()] for number, unit in parts), 6)
 
 
 def _search(name: str, text: str) -> re.Match[str] | None:
-    """What the first of the patterns that fits finds."""
+    """Return the match of the first pattern that matches."""
     return next(filter(None, (pattern.search(text) for pattern in _limits()[name])), None)
 
 

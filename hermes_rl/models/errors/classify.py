@@ -1,6 +1,6 @@
-"""Which typed error a failed model call is: from status, headers and body, or from an exception.
+"""Classify failed model calls as typed errors, from status, headers and body, or an exception.
 
-`body` reads what the error says, and the first rule of `rules.toml` that fits gives its reason.
+`body` reads the error body, and the first matching rule of `rules.toml` gives the reason.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from typing import Any
 
 from hermes_rl import errors as e
 from hermes_rl.models.base import rate_headers, request_id
-from hermes_rl.models.errors.body import Fault, facts_of, fault_in, fault_of, rules, wait_of
+from hermes_rl.models.errors.body import (
+    ErrorContent,
+    read_error_body,
+    read_error_facts,
+    read_error_object,
+    read_retry_delay,
+    rules,
+)
 from hermes_rl.text import scrub
 
 NO_STATUS = 0
-"""Stands for the status of an error inside an answer that began with status 200."""
+"""The status of an error in an answer that began with status 200."""
 _CHAIN = 5
 """How many chained exceptions are examined."""
 _TRUST = re.compile(
@@ -34,10 +41,10 @@ _LOST = re.compile(
     r"|network is unreachable|name or service not known|tls|ssl",
     re.IGNORECASE,
 )
-_OF_SIZE = ("format_error", "context_overflow", "payload_too_large")
-"""Reasons whose texts may state the limits of a model."""
+_SIZE_REASONS = ("format_error", "context_overflow", "payload_too_large")
+"""Reasons with texts that may state the limits of a model."""
 _MAYBE_SERVED = (502, 504, 520, 522, 524)
-"""A gateway gave up on a server that may have served, and charged for, the call all the same."""
+"""A gateway gave up on a server that may still have served, and billed, the call."""
 
 
 def classify_response(
@@ -48,7 +55,7 @@ def classify_response(
     secrets: Iterable[str] = (),
     now: float | None = None,
 ) -> e.ModelError:
-    """The typed error of an answer whose status is not a success.
+    """Return the typed error of an answer without a success status.
 
     Args:
         status: HTTP status, not 2xx.
@@ -57,68 +64,68 @@ def classify_response(
         secrets: texts that must not appear in the message.
         now: Unix time in seconds, for Retry-After dates.
     """
-    fault = fault_of(body, headers)
-    meant = status
-    if status >= 500 and fault.status is not None and fault.status < 500:
-        meant = fault.status  # a gateway's own trouble is not what it quotes
-    found = table().find(meant, fault)
+    content = read_error_body(body, headers)
+    effective = status
+    if status >= 500 and content.status is not None and content.status < 500:
+        effective = content.status  # the gateway quotes the error of its upstream
+    rule = table().find(effective, content)
     unix = time.time() if now is None else now
-    return found.kind(
-        scrub(_sentence(status, fault, body, found.kind, headers), secrets),
+    return rule.kind(
+        scrub(_write_message(status, content, body, rule.kind, headers), secrets),
         status=status,
         request_id=request_id(headers),
-        retry_after_s=_wait(found.reason, fault, headers, unix),
+        retry_after_s=_read_delay(rule.reason, content, headers, unix),
         rate_limit=rate_headers(headers),
         served=status in _MAYBE_SERVED,
-        reason=found.reason,
-        facts=_facts(found, fault),
+        reason=rule.reason,
+        facts=_facts(rule, content),
     )
 
 
 def classify_in_answer(
     error: Any, headers: Mapping[str, str], *, secrets: Iterable[str] = ()
 ) -> e.ModelError:
-    """The typed error of an error inside an answer with status 200, stream or not.
+    """Return the typed error of an error object in an answer or stream with status 200.
 
     Args:
         error: the error object, or the whole event that holds it, of any dialect: `{"error": ...}`,
             `{"type": "error", ...}`, `{"type": "response.failed", "response": {"error": ...}}`.
     """
-    fault = fault_in(error)
-    found = table().find(fault.status or NO_STATUS, fault)
-    said = fault.message or ", ".join(sorted(fault.codes)) or "without a message"
+    content = read_error_object(error)
+    rule = table().find(content.status or NO_STATUS, content)
+    text = content.message or ", ".join(sorted(content.codes)) or "without a message"
     # The server accepted the request: its cost is unknown.
-    return found.kind(
-        scrub(f"the answer holds an error: {said}", secrets),
+    return rule.kind(
+        scrub(f"the answer contains an error: {text}", secrets),
         request_id=request_id(headers),
-        retry_after_s=_wait(found.reason, fault, {}, 0.0),  # the headers belong to a success
+        retry_after_s=_read_delay(rule.reason, content, {}, 0.0),  # the headers belong to a success
         rate_limit=rate_headers(headers),
         served=True,
-        reason=found.reason,
-        facts=_facts(found, fault),
+        reason=rule.reason,
+        facts=_facts(rule, content),
     )
 
 
 def classify_exception(error: BaseException, *, secrets: Iterable[str] = ()) -> e.ModelError | None:
-    """The typed error of an exception from a package or the system; None for a bug.
+    """Return the typed error of an exception from a package or the system; None for a bug.
 
-    Examines up to 5 exceptions of its chain, for the most specific meaning first: an answer that
-    one of them carries, a certificate, a timeout, a lost connection.
+    Examines up to 5 exceptions of its chain, the most specific meaning first: an attached response,
+    a certificate, a timeout, a lost connection.
     """
     chain = list(_chain(error))
     for link in chain:
         if isinstance(link, e.ModelError):
             return link
     for link in chain:
-        answer = _answer_of(link)
+        answer = _response_of_exception(link)
         if answer is not None:
             return classify_response(*answer, secrets=secrets)
     text = scrub(" < ".join(f"{type(x).__name__}: {x}" for x in chain), secrets)
-    return _of_transport(chain, text)
+    return _classify_transport_error(chain, text)
 
 
-def _of_transport(chain: list[BaseException], text: str) -> e.ModelError | None:
-    """The error below HTTP; how far the request got is unknown."""
+def _classify_transport_error(chain: list[BaseException], text: str) -> e.ModelError | None:
+    """Classify an error below HTTP; how far the request got is unknown."""
     names = " ".join(type(link).__name__ for link in chain)
     if any(isinstance(x, ssl.SSLCertVerificationError) for x in chain) or _TRUST.search(text):
         return e.AuthError(text, reason="ssl_cert_verification")
@@ -142,8 +149,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _answer_of(error: BaseException) -> tuple[int, dict[str, str], bytes] | None:
-    """The status, headers and body that an SDK's exception carries."""
+def _response_of_exception(error: BaseException) -> tuple[int, dict[str, str], bytes] | None:
+    """Return status, headers and body of an SDK's exception."""
     response = getattr(error, "response", None)
     status = getattr(error, "status_code", None) or getattr(response, "status_code", None)
     if not isinstance(status, int) or not 300 <= status < 600:
@@ -166,11 +173,11 @@ class Rule:
     no_images: bool = False
     upstream: bool = False
 
-    def fits(self, status: int, fault: Fault, text: str) -> bool:
-        """Whether the rule fits an error; `text` is the message of the fault."""
-        if status not in self.statuses or (self.upstream and not fault.upstream):
+    def matches(self, status: int, content: ErrorContent, text: str) -> bool:
+        """Return whether the rule matches an error with this message."""
+        if status not in self.statuses or (self.upstream and not content.upstream):
             return False
-        if not self.codes.isdisjoint(fault.codes):
+        if not self.codes.isdisjoint(content.codes):
             return True
         return self.pattern is not None and self.pattern.search(text) is not None
 
@@ -184,11 +191,11 @@ class Table:
     kinds: Mapping[e.Reason, type[e.ModelError]]
     """The error class of each reason. Its cause is the reason's cause (DESIGN 5.6)."""
 
-    def find(self, status: int, fault: Fault) -> Rule:
-        """The first rule that fits, else one made of the status alone."""
-        text = fault.message
-        found = next((rule for rule in self.rules if rule.fits(status, fault, text)), None)
-        return found or self._by_status(status)
+    def find(self, status: int, content: ErrorContent) -> Rule:
+        """Return the first matching rule, else one for the status alone."""
+        text = content.message
+        rule = next((rule for rule in self.rules if rule.matches(status, content, text)), None)
+        return rule or self._by_status(status)
 
     def _by_status(self, status: int) -> Rule:
         other: e.Reason = "server_error" if status >= 500 else "format_error"
@@ -198,7 +205,7 @@ class Table:
 
 @lru_cache(maxsize=1)
 def table() -> Table:
-    """The table of `rules.toml`, compiled at the first failure."""
+    """Return the table of `rules.toml`, compiled at the first failure."""
     form = rules()
     kinds = {reason: getattr(e, name) for reason, name in form["errors"].items()}
     named = {name: _statuses(listed) for name, listed in form["statuses"].items()}
@@ -220,7 +227,7 @@ def _rule(row: Any, kinds: Mapping[Any, Any], named: Mapping[str, frozenset[int]
 
 
 def _statuses(listed: Iterable[int | str]) -> frozenset[int]:
-    """Statuses written as numbers and ranges: `[0, "400-404"]`."""
+    """Expand statuses written as numbers and ranges: `[0, "400-404"]`."""
     out: set[int] = set()
     for item in listed:
         first, _, last = str(item).partition("-")
@@ -228,14 +235,14 @@ def _statuses(listed: Iterable[int | str]) -> frozenset[int]:
     return frozenset(out)
 
 
-def _facts(rule: Rule, fault: Fault) -> e.Facts:
-    if rule.reason not in _OF_SIZE:
+def _facts(rule: Rule, content: ErrorContent) -> e.Facts:
+    if rule.reason not in _SIZE_REASONS:
         return e.Facts()
-    return facts_of(fault.message, fault.numbers, no_images=rule.no_images)
+    return read_error_facts(content.message, content.numbers, no_images=rule.no_images)
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """The seconds to wait from `retry-after-ms`, or from `retry-after` (seconds or a date)."""
+    """Read the delay from `retry-after-ms`, or from `retry-after` (seconds or a date)."""
     millis = _number(headers.get("retry-after-ms"))
     if millis is not None:
         return millis / 1000
@@ -257,25 +264,29 @@ def _number(value: str | None) -> float | None:
     return number if number is not None and 0 <= number < 1e9 else None
 
 
-def _wait(reason: e.Reason, fault: Fault, headers: Mapping[str, str], now: float) -> float | None:
-    """The seconds to wait from the headers, else from the text of a refusal for load."""
-    asked = retry_after(headers, now)
-    if asked is None and reason in ("rate_limit", "upstream_rate_limit", "overloaded"):
-        return wait_of(fault.message)
-    return asked
+def _read_delay(
+    reason: e.Reason, content: ErrorContent, headers: Mapping[str, str], now: float
+) -> float | None:
+    """Read the delay from the headers, or from the text of a refusal for load."""
+    seconds = retry_after(headers, now)
+    if seconds is None and reason in ("rate_limit", "upstream_rate_limit", "overloaded"):
+        return read_retry_delay(content.message)
+    return seconds
 
 
-def _sentence(
+def _write_message(
     status: int,
-    fault: Fault,
+    content: ErrorContent,
     body: bytes,
     kind: type[e.ModelError],
     headers: Mapping[str, str],
 ) -> str:
-    said = fault.message or " ".join(sorted(fault.codes)) or body[:200].decode("utf-8", "replace")
+    text = (
+        content.message or " ".join(sorted(content.codes)) or body[:200].decode("utf-8", "replace")
+    )
     hint = ""
     if status in (301, 302, 303, 307, 308):
         hint = f" redirected to {headers.get('location', 'nowhere')}: use that as base_url"
-    elif kind is e.ModelNotFound and fault.message in ("", "Not Found"):
+    elif kind is e.ModelNotFound and content.message in ("", "Not Found"):
         hint = " (does base_url need /v1 at its end?)"
-    return f"{status}{': ' if said.strip() else ''}{said}{hint}"
+    return f"{status}{': ' if text.strip() else ''}{text}{hint}"

@@ -23,14 +23,14 @@ from hermes_rl.models.endpoint import EMBEDDED, Secrets
 from hermes_rl.models.errors import classify_response
 from hermes_rl.models.local.client import LocalEndpoint, LocalServer
 from hermes_rl.models.local.steps import PREFILL, Json, Step, plan_step
-from hermes_rl.models.tokens import at_root
+from hermes_rl.models.tokens import without_version_path
 from hermes_rl.models.transports import HttpTransport
 from hermes_rl.models.wire import (
+    AnswerContext,
     BodyDecoder,
     Decoder,
     Envelope,
     EventDecoder,
-    Reading,
     ReplyHead,
     bearer_headers,
     read_chat_usage,
@@ -44,7 +44,7 @@ class StepClient:
     api_mode = "chat_completions"
 
     def __init__(self, endpoint: LocalEndpoint) -> None:
-        root = at_root(endpoint)
+        root = without_version_path(endpoint)
         self.endpoint = root.host
         self._template_has_tools = endpoint.template_has_tools
         self._where, self._transport = root, HttpTransport(root)
@@ -171,15 +171,15 @@ class _Completion:
         return bearer_headers(api_key)
 
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
-        reading = Reading(head, self._secrets, on_delta=request.on_delta)
+        context = AnswerContext(head, self._secrets, on_delta=request.on_delta)
         if request.stream:
-            return _StreamDecoder(reading)
+            return _StreamDecoder(context)
 
-        def read(data: bytes, reading: Reading) -> Completion:
-            form = reading.parse(msgspec.json.decode, data)
-            return _completion(reading, form, form.get("content") or "", request.prompt_ids)
+        def read(data: bytes, context: AnswerContext) -> Completion:
+            form = context.parse(msgspec.json.decode, data)
+            return _completion(context, form, form.get("content") or "", request.prompt_ids)
 
-        return BodyDecoder(reading, read)
+        return BodyDecoder(context, read)
 
 
 class _StreamDecoder(EventDecoder):
@@ -187,28 +187,28 @@ class _StreamDecoder(EventDecoder):
 
     in_call = False
 
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading)
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
         self._text: list[str] = []
         self._last: Json = {}
 
     def _take(self, data: bytes) -> None:
-        chunk = self._reading.parse(msgspec.json.decode, data)
+        chunk = self._context.parse(msgspec.json.decode, data)
         if "error" in chunk:
-            raise self._reading.fault(chunk["error"])
+            raise self._context.error_in_answer(chunk["error"])
         self._text.append(chunk.get("content") or "")
-        self._reading.tell(self._text[-1])
+        self._context.emit(self._text[-1])
         if chunk.get("stop"):
             self._last, self.done = chunk, True
 
     def _answer(self) -> Completion:
         if not self.done:
-            raise self._reading.unfinished()
-        return _completion(self._reading, self._last, "".join(self._text))
+            raise self._context.truncated_error()
+        return _completion(self._context, self._last, "".join(self._text))
 
 
 def _completion(
-    reading: Reading, form: Json, text: str, prompt: tuple[int, ...] | None = None
+    context: AnswerContext, form: Json, text: str, prompt: tuple[int, ...] | None = None
 ) -> Completion:
     """Return an answer as plain text.
 
@@ -227,7 +227,7 @@ def _completion(
     reason = "length" if form.get("stop_type") == "limit" else "stop"
     tokens = None if prompt is None else _capture(form, prompt)
     message = AssistantMessage(content=text)
-    return reading.completion(envelope, message, reason, read_chat_usage, tokens)
+    return context.completion(envelope, message, reason, read_chat_usage, tokens)
 
 
 def _capture(form: Json, prompt: tuple[int, ...]) -> TokenCapture:

@@ -145,10 +145,10 @@ class LocalServer:
         while loop.time() < deadline:
             if await self._join():
                 return
-            with file_lock(lock) as ours:
-                if ours and await self._join():
+            with file_lock(lock) as locked:
+                if locked and await self._join():
                     return
-                if ours:
+                if locked:
                     await self._start(deadline - loop.time())
             await asyncio.sleep(_POLL_S)
         raise UserError(
@@ -166,7 +166,7 @@ class LocalServer:
                 reader, writer = await asyncio.open_unix_connection(address)
         except OSError:
             return False
-        pid, _ = peer_of(writer.get_extra_info("socket"))
+        pid, _ = read_peer_ids(writer.get_extra_info("socket"))
         try:
             async with asyncio.timeout(self._answer_s):
                 if (line := await reader.readline()) and (endpoint := await _look_at(line)):
@@ -285,7 +285,7 @@ def short_path(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
+def read_peer_ids(connection: socket.socket) -> tuple[int, int]:
     """Return the process id and the user id of the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)

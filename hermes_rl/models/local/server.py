@@ -28,7 +28,7 @@ from hermes_rl.models.local.client import (
     TAKEN,
     ServerSettings,
     missing_extra,
-    peer_of,
+    read_peer_ids,
     short_path,
 )
 
@@ -126,7 +126,7 @@ class _Holders:
 
     async def hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, whose holder reads the greeting and sends nothing."""
-        if peer_of(writer.get_extra_info("socket"))[1] in (os.getuid(), 0):
+        if read_peer_ids(writer.get_extra_info("socket"))[1] in (os.getuid(), 0):
             self._open += 1
             self._timer.cancel()
             writer.write(self._greeting)

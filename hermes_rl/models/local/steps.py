@@ -19,8 +19,8 @@ from typing import Any
 from hermes_rl.errors import BadRequest
 from hermes_rl.messages import AssistantMessage, Message, to_openai
 from hermes_rl.models.base import LogprobsKind, ModelRequest
-from hermes_rl.models.prepare import outgoing
-from hermes_rl.models.wire import read_call, split_think
+from hermes_rl.models.prepare import prepare_request
+from hermes_rl.models.wire import read_tool_call, split_reasoning
 
 Json = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Step:
             salt: makes ids of calls differ between turns.
         """
         if not self.calls:
-            content, thought, raw = split_think(text)
+            content, thought, raw = split_reasoning(text)
             message = AssistantMessage(content=content, reasoning_content=thought, raw_content=raw)
             return message, finish_reason
         try:
@@ -78,7 +78,7 @@ class Step:
             return AssistantMessage(content=str(arguments.get("answer", ""))), "stop"
         head = _HEAD.match(text.strip())
         exact = text.strip()[head.end() : -1] if head else arguments
-        called = read_call(name, exact, (), (), salt)
+        called = read_tool_call(name, exact, (), (), salt)
         return AssistantMessage(tool_calls=(called,)), "tool_calls"
 
 
@@ -94,7 +94,9 @@ def plan_step(request: ModelRequest, *, template_has_tools: bool) -> Step:
     extra = dict(request.extra)
     functions, finish = _offered(request.tools, extra.pop("tool_choice", None))
     schema = _schema(functions, extra.pop("response_format", None))
-    messages = [_plain(message, template_has_tools) for message in outgoing(request).messages]
+    messages = [
+        _plain(message, template_has_tools) for message in prepare_request(request).messages
+    ]
     if functions and not template_has_tools:
         messages = _with_tools_in_system(messages, functions)
     return Step(

@@ -140,7 +140,7 @@ async def ensure_weights(
 
     Raises:
         UserError: no such model, or `model_path` is not a GGUF file.
-        WeightsUnavailable: no source has the weights, or the disk has no room for them.
+        WeightsUnavailable: no source has the weights, or the disk is full.
     """
     weights = find_weights(name)
     if model_path is not None:

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.prepare.images import MOST_BYTES, MOST_SIDE, can_shrink
+    from hermes_rl.models.prepare.images import MOST_BYTES, MOST_SIDE, has_shrinkable_image
     from hermes_rl.models.prepare.pipeline import (
         NO_CONTENT,
         NO_IMAGE,
         NO_RESULT,
         ORPHAN,
         REPAIRS,
-        Outgoing,
+        PreparedMessages,
         blocks_of,
         cache_marks,
         canonical_json,
-        outgoing,
+        has_text_or_calls,
         prepare,
+        prepare_request,
         repaired_arguments,
         repaired_roles,
-        says_something,
         small_images,
         without_grammar,
     )

@@ -1,7 +1,7 @@
-"""Adaptation `small_images`: images made smaller, for servers that refuse large ones.
+"""Adaptation `small_images`: shrink images for servers that refuse large ones.
 
-It needs Pillow (the extra `images`), which is loaded once an image was refused. Without it, and
-where an image cannot be read, all stays as it is, and recovery leaves the images out.
+It needs Pillow (the extra `images`), which is loaded after an image was refused. Without it, and if
+an image cannot be read, nothing changes, and recovery leaves the images out.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_SIDE = 2_000
-"""Pixels of an image's longer side. The least that we know to be a limit: Anthropic's for requests
+"""Pixels of an image's longer side. The smallest known limit: Anthropic's for requests
 with more than 20 images (https://docs.claude.com/en/docs/vision, 2026-11; else it is 8,000)."""
 MOST_BYTES = 3_500_000
-"""Of an image's file. Anthropic takes 5 MiB of base64, which are 3.9 million bytes."""
+"""Maximum size of an image file. Anthropic accepts 5 MiB of base64: 3.9 million bytes."""
 _QUALITY = 85
 _PLAIN = ("L", "RGB", "RGBA")
 
 
-def can_shrink(messages: Iterable[Message]) -> bool:
-    """Whether there is an image that `small_part` would make smaller, as far as its head says."""
+def has_shrinkable_image(messages: Iterable[Message]) -> bool:
+    """Return whether `shrink_image_part` would shrink an image, judging by its header."""
     contents = (m.content for m in messages if isinstance(m, UserMessage))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(_large_file(_url_of(part)) is not None for part in parts)
 
 
-def small_part(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a message; an image in a `data:` URL has at most `MOST_SIDE` pixels a side and
-    `MOST_BYTES` bytes."""
+def shrink_image_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Shrink an image in a `data:` URL to `MOST_SIDE` pixels a side and `MOST_BYTES` bytes."""
     file = _large_file(_url_of(part))
     url = None if file is None else _smaller(file)
     if url is None:
         return part
-    given = part["image_url"]
-    return {**part, "image_url": {**given, "url": url} if isinstance(given, Mapping) else url}
+    image = part["image_url"]
+    return {**part, "image_url": {**image, "url": url} if isinstance(image, Mapping) else url}
 
 
 def _url_of(part: Mapping[str, Any]) -> str:
-    """The address of an image; the empty text for other parts."""
-    given = part.get("image_url") if part.get("type") == "image_url" else None
-    url = given.get("url") if isinstance(given, Mapping) else given
+    """Return the URL of an image part; empty for other parts."""
+    image = part.get("image_url") if part.get("type") == "image_url" else None
+    url = image.get("url") if isinstance(image, Mapping) else image
     return url if isinstance(url, str) else ""
 
 
 def _large_file(url: str) -> bytes | None:
-    """The file in a `data:` URL, where it is an image that is too large."""
+    """Return the file in a `data:` URL if it is an image that is too large."""
     head, _, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64")) or not find_spec("PIL"):
         return None
@@ -67,7 +66,7 @@ def _large_file(url: str) -> bytes | None:
 
 
 def _size_of(file: bytes) -> tuple[int, int] | None:
-    """Width and height in pixels; None for what is no image, or would fill the memory."""
+    """Return width and height in pixels; None for invalid files and decompression bombs."""
     from PIL import Image
 
     try:
@@ -80,13 +79,13 @@ def _size_of(file: bytes) -> tuple[int, int] | None:
 
 
 def _smaller(file: bytes) -> str | None:
-    """The image as a `data:` URL within the limits, upright; None where it cannot be read."""
+    """Return the image as a `data:` URL within the limits, upright; None if it is unreadable."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(file)) as opened:
             if opened.mode not in _PLAIN and opened.mode[0] in "IF":
-                return None  # of more than 8 bits, which would be cut off
+                return None  # more than 8 bits per channel would be lost
             kind = "jpeg" if opened.format == "JPEG" else "png"
             plain = opened if opened.mode in _PLAIN else opened.convert(_mode_for(opened))
             plain.thumbnail((MOST_SIDE, MOST_SIDE))
@@ -100,7 +99,8 @@ def _mode_for(image: Image) -> str:
 
 
 def _written(image: Image, kind: str) -> str:
-    """As PNG where it was drawn, unless that is too large, else as JPEG; halved until it fits."""
+    """Encode as PNG (unless the source is a JPEG or the file too large), else as JPEG, halved until
+    it fits."""
     file = _file_of(image, kind)
     while len(file) > MOST_BYTES:
         image = image if kind == "png" else image.reduce(2)
@@ -114,7 +114,7 @@ def _file_of(image: Image, kind: str) -> bytes:
     if kind == "png":
         image.save(out, "PNG")
         return out.getvalue()
-    if image.mode == "RGBA":  # JPEG has no transparency: white lies behind it
+    if image.mode == "RGBA":  # JPEG has no transparency: use a white background
         from PIL import Image as Images
 
         white = Images.new("RGB", image.size, "white")

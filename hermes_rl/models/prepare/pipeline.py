@@ -1,24 +1,23 @@
-"""How the messages of a request are made from the stored ones: small pure steps, list to list.
+"""Prepare stored messages for sending, in small pure steps.
 
-Every dialect builds its body from `outgoing(request)`, never from the conversation itself:
+Every dialect builds its body from `prepare_request(request)`, never from the conversation itself:
 
-    ready = outgoing(request)
-    ready.system                      # the system prompt with the ephemeral layer, or None
-    ready.messages                    # system first (`ready.lead` messages), prefill, then the rest
-    ready.encoded(key, encode)        # bytes of each of them, made once per message and key
-    cache_marks(ready.messages, ...)  # which of them carry a cache marker
+    prepared = prepare_request(request)
+    prepared.system                   # the system prompt with the ephemeral layer, or None
+    prepared.messages                 # system (`prepared.lead` messages), prefill, then the rest
+    prepared.encoded(key, encode)     # bytes of each of them, encoded once per message and key
+    cache_marks(prepared.messages)    # which of them carry a cache marker
 
-Steps, in this order: repair the arguments of tool calls; repair the alternation of roles; put the
-ephemeral layer behind the system prompt; drop internal fields; put the prefill after the system
-prompt; pair tool results with their calls; drop assistant turns that hold only thinking, and merge
-the neighbours that this makes; fill empty user messages; write arguments as canonical JSON; clean
-half surrogates; last, what `request.adaptations` ask for. Cache markers are the dialect's, since
-each has its own: they are put on copies of a few messages' bytes. What needs no change stays the
-same object, so that its bytes are reused. With `request.exact` only the ephemeral layer, the
-prefill (repaired like any history) and the adaptations remain; `repaired_roles` then repairs the
-prompt before the first request.
+The order of the steps: repair tool arguments; make roles alternate; append the ephemeral layer to
+the system prompt; drop internal fields; insert the prefill after the system prompt; pair tool
+results with their calls; drop assistant turns that have only reasoning, and merge their neighbors;
+fill empty user messages; write arguments as canonical JSON; replace lone surrogates; apply
+`request.adaptations`. Dialects add cache markers to copies of a few encoded messages. A message
+that needs no change stays the same object, so that its bytes are reused. With `request.exact` only
+the ephemeral layer, the prefill (repaired like any history) and the adaptations apply;
+`repaired_roles` repairs the prompt before the first request.
 
-Tool schemas: `without_grammar`. What images may cost: `ready.image_tokens(model)`.
+Tool schemas: `without_grammar`. Bound on image tokens: `prepared.image_tokens(model)`.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from hermes_rl.messages import (
     has_content,
     parse_arguments,
 )
-from hermes_rl.models.base import Adaptation, ModelRequest, View
-from hermes_rl.models.prepare.images import small_part
+from hermes_rl.models.base import Adaptation, ModelRequest, PreparedView
+from hermes_rl.models.prepare.images import shrink_image_part
 from hermes_rl.text import clean
 
 _sorted = msgspec.json.Encoder(order="sorted").encode
@@ -56,26 +55,26 @@ _first_value = json.JSONDecoder(strict=False).raw_decode
 
 _COMMA = re.compile(r",(\s*[}\]])")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*', re.DOTALL)
-"""A string of JSON without its end, if it has one."""
+"""A JSON string without its closing quote."""
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _LITERAL_CHARS = 100_000
-"""Longer texts are not tried as a Python literal: its parser is slow and deep."""
+"""Longer texts are not parsed as Python literals: that parser is slow and recursive."""
 _MOST_CHARS = 1_000_000
-"""Longer texts are not repaired: each character is looked at while nothing else runs."""
+"""Longer texts are not repaired, because repair blocks the event loop."""
 
 
 def repair_arguments(messages: list[Message]) -> list[Message]:
-    """Every call's arguments are a JSON object; see `repaired_arguments`."""
+    """Make every call's arguments a JSON object; see `repaired_arguments`."""
     return _each_call(messages, repaired_arguments)
 
 
 def canonical_arguments(messages: list[Message]) -> list[Message]:
-    """JSON objects in one spelling: keys sorted, no spaces. Other text stays."""
+    """Write arguments that are JSON objects in canonical form."""
     return _each_call(messages, canonical_json)
 
 
 def canonical_json(text: str) -> str:
-    """One spelling of a JSON object; text that is none, or that cannot be written, stays."""
+    """Return a JSON object with sorted keys and no spaces; other text unchanged."""
     value = parse_arguments(text)
     if value is None:
         return text
@@ -86,9 +85,11 @@ def canonical_json(text: str) -> str:
 
 
 def repaired_arguments(text: str) -> str:
-    """A JSON object for any text: the text itself, what it must have meant (cut short, in a code
-    fence, with a comma too many, as a Python literal, encoded twice), else
-    `{"_unparsed": text}`."""
+    """Return a JSON object for any text.
+
+    It is the text itself, a repaired form (truncated, in a code fence, with trailing commas, a
+    Python literal, encoded twice), or else `{"_unparsed": text}`.
+    """
     if parse_arguments(text) is not None:
         return text
     stripped = text.strip()
@@ -107,7 +108,7 @@ def repaired_arguments(text: str) -> str:
 
 
 def _unfenced(text: str) -> str:
-    """What stands in a code fence, where the text is one."""
+    """Return the content of a code fence; other text unchanged."""
     if not text.startswith("```"):
         return text
     _, _, inner = text.removesuffix("```").partition("\n")
@@ -115,7 +116,7 @@ def _unfenced(text: str) -> str:
 
 
 def _lenient(text: str) -> Any:
-    """JSON with control characters in its strings."""
+    """Parse JSON that may have control characters in its strings."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -138,8 +139,8 @@ def _literal(text: str) -> Any:
 
 
 def _closed(text: str) -> Any:
-    """JSON that was cut short: open strings and brackets are closed, and what is left of a pair or
-    element without a value is left out. Brackets too many at the end do no harm."""
+    """Parse truncated JSON: close open strings and brackets, and drop incomplete members.
+    Superfluous closing brackets at the end are ignored."""
     if not text.startswith("{"):
         return None
     from pydantic import TypeAdapter  # only broken arguments need it
@@ -160,12 +161,12 @@ def _closed(text: str) -> Any:
 
 
 def _escaped(string: re.Match[str]) -> str:
-    """A string of JSON without raw control characters."""
+    """Escape raw control characters in a JSON string."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])
 
 
 def _written(value: Any) -> str | None:
-    """The object as JSON that every reader takes; None when it is no such object."""
+    """Write an object as strict JSON; None for other values."""
     if not isinstance(value, dict):
         return None
     try:
@@ -177,7 +178,7 @@ def _written(value: Any) -> str | None:
 
 
 def _each_call(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
-    """`change` applied to the arguments of every call; what it leaves alone is the same object."""
+    """Apply `change` to the arguments of every call. Unchanged messages stay the same object."""
 
     def changed(call: ToolCall) -> ToolCall:
         text = change(call.arguments)
@@ -195,29 +196,29 @@ def _each_call(messages: list[Message], change: Callable[[str], str]) -> list[Me
 
 
 NO_IMAGE = "[image left out: the model takes none]"
-"""Stands for an image that is not sent."""
+"""Replaces an image that is not sent."""
 
 IMAGE_TOKENS = 5_000
-"""The most that an image costs with OpenAI's models and open ones (2026-11): its address says
-nothing of its size, and few bytes may be many tokens."""
-_DEAR = ("4o-mini", 50_000)
-"""One model counts 33 times as much for an image, at a price per token that makes up for it."""
+"""Maximum tokens of an image with OpenAI's and open models (2026-11). A URL does not show an
+image's size, and few bytes may be many tokens."""
+_EXPENSIVE_IMAGES = ("4o-mini", 50_000)
+"""This model counts 33 times as many tokens for an image, at a lower price per token."""
 
 _IMAGES = ("image_url", "image", "input_image")
 _SIGNED = ("thinking", "redacted_thinking")
 
 NO_RESULT = "No result: the call was interrupted."
-"""Stands for the result of a call that has none."""
+"""Replaces a missing tool result."""
 ORPHAN = "[Result of a tool call that is not part of this conversation]"
-"""Introduces the text of a tool result without a call."""
+"""Precedes the text of a tool result without a call."""
 NO_CONTENT = "(no content)"
-"""Stands for the content of an empty user message."""
+"""Replaces the content of an empty user message."""
 
 
 def alternate(messages: list[Message]) -> list[Message]:
-    """Neighbouring user messages become one, and so do neighbouring assistant messages, unless the
-    first has tool calls (its results are then missing: see `pair_results`) or one of them says
-    nothing (see `drop_thinking_only`)."""
+    """Merge adjacent user messages, and adjacent assistant messages unless the first has tool calls
+    (its results are missing: see `pair_results`) or one has neither text nor calls (see
+    `drop_thinking_only`)."""
     out: list[Message] = []
     for message in messages:
         last = out[-1] if out else None
@@ -227,8 +228,8 @@ def alternate(messages: list[Message]) -> list[Message]:
             isinstance(message, AssistantMessage)
             and isinstance(last, AssistantMessage)
             and not last.tool_calls
-            and says_something(last)
-            and says_something(message)
+            and has_text_or_calls(last)
+            and has_text_or_calls(message)
         ):
             out[-1] = _one_assistant(last, message)
         else:
@@ -237,8 +238,8 @@ def alternate(messages: list[Message]) -> list[Message]:
 
 
 def pair_results(messages: list[Message]) -> list[Message]:
-    """Each tool result follows the message with its call: a call without a result gets `NO_RESULT`,
-    and a result without a call becomes a user message behind the results of its place."""
+    """Make each tool result follow its call. A call without a result gets `NO_RESULT`; a result
+    without a call becomes a user message."""
     out: list[Message] = []
     waiting: list[tuple[str, str]] = []
     orphans: list[Message] = []
@@ -260,12 +261,12 @@ def pair_results(messages: list[Message]) -> list[Message]:
 
 
 def drop_thinking_only(messages: list[Message]) -> list[Message]:
-    """Assistant messages without text and calls are left out: providers refuse them."""
-    return [m for m in messages if not isinstance(m, AssistantMessage) or says_something(m)]
+    """Drop assistant messages without text and calls, which providers refuse."""
+    return [m for m in messages if not isinstance(m, AssistantMessage) or has_text_or_calls(m)]
 
 
 def fill_empty(messages: list[Message]) -> list[Message]:
-    """A user message without any content gets `NO_CONTENT`: most providers refuse it otherwise."""
+    """Fill empty user messages with `NO_CONTENT`: most providers refuse them."""
     return [
         UserMessage(content=NO_CONTENT)
         if isinstance(message, UserMessage) and not has_content(message)
@@ -274,18 +275,17 @@ def fill_empty(messages: list[Message]) -> list[Message]:
     ]
 
 
-def says_something(message: AssistantMessage) -> bool:
-    """Whether a message has a text or a call."""
+def has_text_or_calls(message: AssistantMessage) -> bool:
+    """Return whether a message has text or calls."""
     return bool(message.tool_calls) or bool(message.content.strip())
 
 
-def cut(messages: list[Message], start: int) -> int:
-    """The last place before an assistant message at which the steps of this file (and all that look
-    at one message only) never look across: what stands before it is a user message, or an
-    assistant message with calls (and its results)."""
+def find_cut(messages: list[Message], start: int) -> int:
+    """Return the last index before an assistant message across which no step looks: the message
+    before it is a user message, or an assistant message with calls (and its results)."""
     for place in range(len(messages) - 1, start, -1):
         here = messages[place]
-        speaks = isinstance(here, AssistantMessage) and says_something(here)
+        speaks = isinstance(here, AssistantMessage) and has_text_or_calls(here)
         if speaks and _is_closed(messages, start, place):
             return place
     return start
@@ -296,7 +296,7 @@ def _is_closed(messages: list[Message], start: int, place: int) -> bool:
         before = messages[index]
         if isinstance(before, UserMessage | SystemMessage):
             return True
-        if isinstance(before, AssistantMessage) and says_something(before):
+        if isinstance(before, AssistantMessage) and has_text_or_calls(before):
             return bool(before.tool_calls)
     return False
 
@@ -320,15 +320,15 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def join_texts(first: str, second: str) -> str:
-    """Two texts with an empty line between them, if both are there."""
+    """Join two texts with an empty line; an empty text is left out."""
     return f"{first}\n\n{second}" if first and second else first or second
 
 
 def _one_assistant(first: AssistantMessage, second: AssistantMessage) -> AssistantMessage:
     thoughts = join_texts(first.reasoning_content or "", second.reasoning_content or "")
     details: list[Any] = []
-    for given in (first.reasoning_details, second.reasoning_details):
-        details += given if isinstance(given, list) else [] if given is None else [given]
+    for blocks in (first.reasoning_details, second.reasoning_details):
+        details += blocks if isinstance(blocks, list) else [] if blocks is None else [blocks]
     return msgspec.structs.replace(
         second,
         content=join_texts(first.content, second.content),
@@ -339,56 +339,56 @@ def _one_assistant(first: AssistantMessage, second: AssistantMessage) -> Assista
 
 
 def drop_internal(messages: list[Message]) -> list[Message]:
-    """Parts lose the keys that begin with an underscore: they are ours. (Other internal fields are
-    fields of our structs, which no dialect writes.)"""
-    return [parts_of(m, _without_own_keys) for m in messages]
+    """Remove internal keys (with a leading underscore) from content parts. No dialect writes other
+    internal fields."""
+    return [parts_of(m, _without_internal_keys) for m in messages]
 
 
 def clean_surrogates(messages: list[Message]) -> list[Message]:
-    """Half surrogates, which no wire can carry, become U+FFFD."""
+    """Replace lone surrogates, which no wire can carry, by U+FFFD."""
     return [_cleaned(m) for m in messages]
 
 
 def small_images(messages: list[Message]) -> list[Message]:
-    """Adaptation `small_images`: images in `data:` URLs become smaller."""
-    return [parts_of(m, small_part) for m in messages]
+    """Adaptation `small_images`: shrink images in `data:` URLs."""
+    return [parts_of(m, shrink_image_part) for m in messages]
 
 
 def without_images(messages: list[Message]) -> list[Message]:
-    """Adaptation `no_images`: a text stands for each image."""
+    """Adaptation `no_images`: replace each image by a text."""
     return [parts_of(m, _no_image) for m in messages]
 
 
 def text_only(messages: list[Message]) -> list[Message]:
-    """Adaptation `text_only`: content in parts becomes one text."""
-    return [_as_text(m) for m in messages]
+    """Adaptation `text_only`: join content parts into one text."""
+    return [_join_parts(m) for m in messages]
 
 
 def without_signatures(messages: list[Message]) -> list[Message]:
-    """Adaptation `no_signatures`: signed and redacted thinking is not replayed, and no blocks of
-    aggregators (`reasoning.text` and the like)."""
+    """Adaptation `no_signatures`: drop signed and redacted thinking, and aggregators' blocks such
+    as `reasoning.text`."""
     return [_without_blocks(m, _is_signed) for m in messages]
 
 
 def without_encrypted(messages: list[Message]) -> list[Message]:
-    """Adaptation `no_encrypted_reasoning`: encrypted reasoning is not replayed."""
+    """Adaptation `no_encrypted_reasoning`: drop encrypted reasoning."""
     return [_without_blocks(m, _is_encrypted) for m in messages]
 
 
 def images_in(message: Message) -> int:
-    """How many images a message holds."""
+    """Count the images of a message."""
     if not isinstance(message, UserMessage) or isinstance(message.content, str):
         return 0
     return sum(part.get("type") in _IMAGES for part in message.content)
 
 
 def tokens_of_images(count: int, model: str) -> int:
-    """An upper bound on the tokens of so many images."""
-    return count * (_DEAR[1] if _DEAR[0] in model else IMAGE_TOKENS)
+    """Return an upper bound on the tokens of this many images."""
+    return count * (_EXPENSIVE_IMAGES[1] if _EXPENSIVE_IMAGES[0] in model else IMAGE_TOKENS)
 
 
 def blocks_of(message: AssistantMessage) -> list[dict[str, Any]]:
-    """The opaque reasoning blocks of a message, in order."""
+    """Return the opaque reasoning blocks of a message, in order."""
     details = message.reasoning_details
     listed = details if isinstance(details, list) else [details]
     return [block for block in listed if isinstance(block, dict)]
@@ -413,7 +413,7 @@ def _without_blocks(message: Message, drop: Callable[[Any], bool]) -> Message:
 
 
 def parts_of(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    """The message, `change` applied to each part of its content; itself where nothing changes."""
+    """Apply `change` to each content part. An unchanged message stays the same object."""
     if not isinstance(message, UserMessage) or isinstance(message.content, str):
         return message
     parts = [change(part) for part in message.content]
@@ -426,14 +426,14 @@ def _no_image(part: dict[str, Any]) -> dict[str, Any]:
     return {"type": "text", "text": NO_IMAGE} if part.get("type") in _IMAGES else part
 
 
-def _as_text(message: Message) -> Message:
+def _join_parts(message: Message) -> Message:
     if not isinstance(message, UserMessage) or isinstance(message.content, str):
         return message
     texts = [_no_image(part).get("text") for part in message.content]
     return UserMessage(content="\n".join(t for t in texts if isinstance(t, str)))
 
 
-def _without_own_keys(part: dict[str, Any]) -> dict[str, Any]:
+def _without_internal_keys(part: dict[str, Any]) -> dict[str, Any]:
     if not any(key.startswith("_") for key in part):
         return part
     return {k: v for k, v in part.items() if not k.startswith("_")}
@@ -485,7 +485,7 @@ ADAPTATIONS: dict[Adaptation, Step] = {
     "no_signatures": without_signatures,
     "no_encrypted_reasoning": without_encrypted,
 }
-"""The steps of adaptations; `no_grammar` concerns tools alone."""
+"""The steps of adaptations; `no_grammar` applies to tools only."""
 
 
 def prepare(
@@ -494,13 +494,14 @@ def prepare(
     exact: bool = False,
     adaptations: frozenset[Adaptation] = frozenset(),
 ) -> list[Message]:
-    """The messages as they are sent, but for the ephemeral layer and the prefill. Idempotent."""
+    """Return the messages to send, without the ephemeral layer and the prefill. Idempotent."""
     return _pipeline(exact, adaptations).run(list(messages))
 
 
 def repaired_roles(messages: Sequence[Message]) -> list[Message]:
-    """The messages with roles that alternate and each call beside its result, for a request that is
-    otherwise sent as it is stored (`exact`). What needs no repair is the same object. Idempotent.
+    """Return the messages with alternating roles and paired tool results, for an exact request.
+
+    Messages that need no repair stay the same object. Idempotent.
     """
     repaired = alternate(list(messages))
     for step in _ROLES:
@@ -509,54 +510,53 @@ def repaired_roles(messages: Sequence[Message]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class PreparedMessages:
     """The messages of one request."""
 
     messages: Sequence[Message]
     """All of them, in order."""
     lead: int
-    """So many of them, at the head, are system messages."""
+    """Number of system messages at the beginning."""
     added: tuple[tuple[int, int], ...]
-    """(place in `messages`, stored messages that it stands for): the ephemeral layer and the
-    prefill, which are encoded at each call."""
-    view: View
+    """(index in `messages`, number of stored messages that it replaces) of the ephemeral layer and
+    the prefill, which are encoded at each call."""
+    view: PreparedView
 
     @property
     def system(self) -> str | None:
-        """The system prompt as one text; None when there is none."""
+        """The system prompt as one text, if there is one."""
         texts = [str(m.content) for m in self.messages[: self.lead]]
         return "\n\n".join(texts) if texts else None
 
     def encoded(self, key: str, encode: Callable[[Message], bytes]) -> Sequence[bytes]:
-        """`encode` of each of `messages`; each stored one is encoded once. Not to be changed.
+        """Return each of `messages` encoded, stored ones once. Do not change the list.
 
         Args:
-            key: names `encode`; the adaptations need not be in it.
+            key: identifies `encode`; adaptations need not be part of it.
         """
         stored = self.view.encoded(key, encode)
         if not self.added:
             return stored
         out = list(stored)
-        for place, stands_for in self.added:
-            out[place : place + stands_for] = [encode(self.messages[place])]
+        for place, replaced in self.added:
+            out[place : place + replaced] = [encode(self.messages[place])]
         return out
 
     @property
     def cache_key(self) -> str:
-        """Names the conversation for a provider's cache: the same at each turn, and for each
-        repeat of a task."""
+        """Identifies the conversation for a provider's cache: the same at each turn and repeat."""
         first = self.messages[: self.lead + 1]
         return blake2b(repr(first).encode("utf-8", "replace"), digest_size=16).hexdigest()
 
     def image_tokens(self, model: str) -> int:
-        """An upper bound on the tokens of all images."""
-        # One byte for each, so that each message is looked at once, like its encoding.
+        """Return an upper bound on the tokens of all images."""
+        # One byte per image, so that the count is cached like an encoding.
         counts = self.encoded("images", lambda message: b"i" * images_in(message))
         return tokens_of_images(sum(map(len, counts)), model)
 
 
-def outgoing(request: ModelRequest) -> Outgoing:
-    """What a request sends."""
+def prepare_request(request: ModelRequest) -> PreparedMessages:
+    """Prepare the messages of a request."""
     pipeline = _pipeline(request.exact, request.adaptations)
     view = request.conversation.view(pipeline, pipeline)
     messages = view.messages()
@@ -564,34 +564,34 @@ def outgoing(request: ModelRequest) -> Outgoing:
         (i for i, m in enumerate(messages) if not isinstance(m, SystemMessage)), len(messages)
     )
     if not request.ephemeral and not request.prefill:
-        return Outgoing(messages, lead, (), view)
+        return PreparedMessages(messages, lead, (), view)
     out = list(messages)
     added: list[tuple[int, int]] = []
     if request.ephemeral:
         before = str(out[lead - 1].content) if lead else ""
-        place, stands_for = max(lead - 1, 0), min(lead, 1)
-        out[place : place + stands_for] = [
+        place, replaced = max(lead - 1, 0), min(lead, 1)
+        out[place : place + replaced] = [
             SystemMessage(content=join_texts(before, request.ephemeral))
         ]
-        added.append((place, stands_for))
+        added.append((place, replaced))
         lead = place + 1
     ahead = _pipeline(False, request.adaptations).run(list(request.prefill))
     joined = alternate([ahead[-1], out[lead]]) if ahead and lead < len(out) else []
     merged = len(joined) == 1
-    if merged:  # the prefill ends with the role that the conversation begins with
+    if merged:  # the prefill ends with the role of the first message
         ahead[-1:] = joined
     out[lead : lead + merged] = ahead
     for place in range(lead, lead + len(ahead)):
         added.append((place, 1 if merged and place == lead + len(ahead) - 1 else 0))
-    return Outgoing(out, lead, tuple(added), view)
+    return PreparedMessages(out, lead, tuple(added), view)
 
 
 def cache_marks(messages: Sequence[Message], *, last: int = 3, tools: bool = True) -> list[int]:
-    """The places that carry a cache marker (`system_and_3`): the last system message of the head,
-    and the `last` messages that have a text.
+    """Return the indices of messages that carry a cache marker (`system_and_3`): the last leading
+    system message, and the `last` messages with text.
 
     Args:
-        tools: tool results can carry a marker in this wire.
+        tools: whether tool results can carry a marker in this wire.
     """
     lead = 0
     while lead < len(messages) and isinstance(messages[lead], SystemMessage):
@@ -609,20 +609,20 @@ def cache_marks(messages: Sequence[Message], *, last: int = 3, tools: bool = Tru
 
 
 def without_grammar(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Adaptation `no_grammar`: schemas without the keywords `pattern` and `format`, which some
-    engines cannot turn into a grammar. Properties of these names stay."""
-    return tuple(_plain(tool) for tool in tools)
+    """Adaptation `no_grammar`: remove the keywords `pattern` and `format`, which some engines
+    cannot compile into a grammar. Properties of these names stay."""
+    return tuple(_without_keywords(tool) for tool in tools)
 
 
-def _plain(schema: Any, *, names: bool = False) -> Any:
-    """A schema without the keywords; `names`: its keys are names of properties."""
+def _without_keywords(schema: Any, *, names: bool = False) -> Any:
+    """Remove the keywords from a schema; `names`: its keys are property names."""
     if isinstance(schema, list):
-        return [_plain(value) for value in schema]
+        return [_without_keywords(value) for value in schema]
     if not isinstance(schema, dict):
         return schema
     kept = schema if names else {k: v for k, v in schema.items() if not _is_grammar(k, v)}
     return {
-        k: _plain(v, names=not names and k in ("properties", "$defs", "definitions"))
+        k: _without_keywords(v, names=not names and k in ("properties", "$defs", "definitions"))
         for k, v in kept.items()
     }
 
@@ -635,8 +635,8 @@ class _Pipeline:
     """See `Preparation`."""
 
     def __init__(self, exact: bool, adaptations: frozenset[Adaptation]) -> None:
-        asked = tuple(step for name, step in ADAPTATIONS.items() if name in adaptations)
-        self._steps = asked if exact else (*REPAIRS, *asked)
+        adapted = tuple(step for name, step in ADAPTATIONS.items() if name in adaptations)
+        self._steps = adapted if exact else (*REPAIRS, *adapted)
         self._exact = exact
 
     def run(self, messages: list[Message]) -> list[Message]:
@@ -647,10 +647,10 @@ class _Pipeline:
 
     def cut(self, messages: list[Message], start: int) -> int:
         """See `Preparation.cut`."""
-        return len(messages) if self._exact else cut(messages, start)
+        return len(messages) if self._exact else find_cut(messages, start)
 
 
 @lru_cache
 def _pipeline(exact: bool, adaptations: frozenset[Adaptation]) -> _Pipeline:
-    """The same object for the same question: it is the key of a conversation's view."""
+    """Return the same object for the same arguments: it is the key of a conversation's view."""
     return _Pipeline(exact, adaptations)

@@ -8,19 +8,19 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from hermes_rl.models.providers.preflight import (
+        check_endpoints,
         embedded_clients,
         exact_clients,
         find_plan,
-        reach_models,
-        wanted_ids,
+        wanted_token_ids,
     )
     from hermes_rl.models.providers.prices import (
         DATE,
         ModelPrice,
         PriceTable,
         Rates,
-        list_prices,
         price_table,
+        read_list_prices,
         read_price,
     )
     from hermes_rl.models.providers.probe import (
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     )
     from hermes_rl.models.providers.routing import (
         Keys,
+        ModelSource,
         Routes,
-        Seen,
         Target,
-        all_keys,
-        asks_endpoint,
-        drawn_model,
+        calls_endpoint,
+        collect_keys,
+        draw_model,
         find_keys,
-        other_targets,
         place_targets,
-        targets_by_model,
-        targets_of,
+        resolve_env_targets,
+        resolve_targets,
+        resolve_targets_by_model,
     )
     from hermes_rl.models.providers.table import (
         DEFAULT_MODE,
         DEFAULT_PROVIDER,
         Place,
+        find_quirks,
         known_providers,
-        quirks_at,
         resolve,
         shipped,
     )

@@ -1,4 +1,4 @@
-"""What a run asks its endpoints before it starts, and the clients that follow from the answers."""
+"""Checks of endpoints before a run starts, and the clients that result from them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hermes_rl.models.providers.probe import (
 from hermes_rl.models.providers.routing import (
     Keys,
     Target,
-    asks_endpoint,
-    other_targets,
-    targets_by_model,
+    calls_endpoint,
+    resolve_env_targets,
+    resolve_targets_by_model,
 )
 from hermes_rl.models.providers.table import Place
 from hermes_rl.models.tokens import CHAT_MODE, NO_IDS, TokenPlan, Wanted
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 Connect = Callable[[Endpoint], ModelClient]
 
 
-async def reach_models(config: RunConfig, keys: Keys) -> EndpointReport | None:
-    """Ask the place of each model, also of those that the run's environment asks, for its list of
-    models, which costs no token.
+async def check_endpoints(config: RunConfig, keys: Keys) -> EndpointReport | None:
+    """Request the list of models, which costs no token, from each endpoint of the run.
 
-    Where token ids are wanted, find out with a few calls of one token how to get them; with
-    `run.probe` full, also what one model can do. Fallbacks are not requested: they are for outages.
+    This includes the endpoints of the environment's models, not the fallbacks. If token ids are
+    wanted, a few calls of one token find out how to get them. With `run.probe: full`, more calls
+    find the capabilities of one model.
 
-    Returns: what the first model's place answers; None if it was not reached or refused the key,
-        for which the run itself stops.
+    Returns: the report on the first model's endpoint; None if that is not needed, or it refused the
+        key, in which case the run itself stops.
 
-    Raises: Outage when nobody answers at an address; UserError when token ids were requested in a
-        way that does not exist.
+    Raises: Outage if an endpoint is unreachable; UserError if token ids were requested in an
+        unavailable way.
     """
-    uses_endpoint = asks_endpoint(config.model.name, config.endpoint)
-    routes = targets_by_model(config) if uses_endpoint else {}
+    uses_endpoint = calls_endpoint(config.model.name, config.endpoint)
+    routes = resolve_targets_by_model(config) if uses_endpoint else {}
     listed: dict[Place, tuple[str, ...] | None] = {}
-    for targets in (*other_targets(config).values(), *routes.values()):
+    for targets in (*resolve_env_targets(config).values(), *routes.values()):
         place = targets[0].place
         if place not in listed:
             with contextlib.suppress(AuthError):
@@ -75,8 +75,8 @@ async def reach_models(config: RunConfig, keys: Keys) -> EndpointReport | None:
     return EndpointReport(listed[first.place], capabilities, plan)
 
 
-def wanted_ids(config: RunConfig) -> Wanted:
-    """What a run asks for: `auto` means ids with the preset `rl` alone.
+def wanted_token_ids(config: RunConfig) -> Wanted:
+    """Return how the run wants token ids: `auto` means ids with the preset `rl` only.
 
     Raises: UserError for a mix of models with one tokenizer.
     """
@@ -86,25 +86,25 @@ def wanted_ids(config: RunConfig) -> Wanted:
     by_ids = where.tokens in ("vllm", "sglang", "llamacpp") or where.tokenizer is not None
     if config.model.mix and by_ids and where.tokens not in ("off", "chat"):
         raise UserError(
-            "endpoint.tokenizer is of one model, and model.mix has several. Use one model, or "
+            "endpoint.tokenizer belongs to one model, and model.mix has several. Use one model, or "
             "endpoint.tokens=chat"
         )
     return where.tokens
 
 
 async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
-    """Ask the endpoint of the run's model how it gives ids; None where none are wanted.
+    """Find out how the model's endpoint returns ids; None if none are wanted.
 
-    A key that is refused finds nothing: the run itself stops for it.
+    With a refused key nothing is found: the run itself stops for it.
 
-    Raises: UserError when a way that was asked for by name is not there.
+    Raises: UserError if a way that was requested by name is unavailable.
     """
-    wanted = wanted_ids(config)
+    wanted = wanted_token_ids(config)
     if wanted == "off" or config.model.name in PLAYED_MODELS:
         return None
-    if not asks_endpoint(config.model.name, config.endpoint):
+    if not calls_endpoint(config.model.name, config.endpoint):
         return _checked(_embedded_plan(wanted), config)
-    routes = targets_by_model(config)
+    routes = resolve_targets_by_model(config)
     model = min(routes)
     target = routes[model][0]
     endpoint = keys.endpoint(config.endpoint, target.place)
@@ -119,42 +119,42 @@ async def find_plan(config: RunConfig, keys: Keys) -> TokenPlan | None:
 
 
 def _checked(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ()) -> TokenPlan:
-    """Return the plan, which fits the rest of the configuration.
+    """Check a plan against the rest of the configuration, and return it.
 
     Args:
         targets: the model's place, then its fallbacks.
 
-    Raises: UserError for what does not go together with prompts of ids.
+    Raises: UserError for options that prompts of ids do not support.
     """
     if plan.way in ("off", "chat"):
         return plan
     why = None
     if config.model.reasoning is not None:
-        why = "model.reasoning is not told with prompts of ids: there the chat template decides"
+        why = "model.reasoning is not sent with prompts of ids: the chat template decides"
     elif config.model.stop:
-        why = "model.stop is a text, and prompts of ids stop at token ids"
+        why = "model.stop is text, and prompts of ids stop at token ids"
     elif targets and targets[0].extra:
-        why = "model.extra_body is of chat requests, and not told with prompts of ids"
+        why = "model.extra_body applies to chat requests, and is not sent with prompts of ids"
     for other in targets[1:]:
         if other.place.base_url == targets[0].place.base_url and other.model != targets[0].model:
             why = why or (
-                f"endpoint.tokenizer is not of the fallback {other.model}, which is at the same "
+                f"endpoint.tokenizer does not belong to the fallback {other.model} at the same "
                 "address: it would get another model's ids"
             )
     if why is not None:
-        raise UserError(f"{why}. Leave it out, or use endpoint.tokens=chat")
+        raise UserError(f"{why}. Remove it, or use endpoint.tokens=chat")
     return plan
 
 
 def _embedded_plan(wanted: Wanted) -> TokenPlan:
-    """Of the embedded model. What its logprobs are of its answers say, or the first look at it.
+    """Return the plan of the embedded model. Its answers, or a probe, tell the kind of its
+    logprobs.
 
-    Raises: UserError for a way that it has not.
+    Raises: UserError for a way that it does not support.
     """
     if wanted in ("vllm", "sglang"):
         raise UserError(
-            f"endpoint.tokens={wanted}: the embedded model takes chat, or ids as llama.cpp does. "
-            "Use llamacpp"
+            f"endpoint.tokens={wanted}: the embedded model supports chat and llamacpp. Use llamacpp"
         )
     if wanted == "llamacpp":
         return TokenPlan(way="llamacpp")
@@ -164,9 +164,9 @@ def _embedded_plan(wanted: Wanted) -> TokenPlan:
 async def embedded_clients(
     name: str, where: EndpointSection, plan: TokenPlan | None, server: LocalServer
 ) -> Callable[[LocalEndpoint], ModelClient]:
-    """How clients of the embedded model are made under a plan.
+    """Return a factory for clients of the embedded model under a plan.
 
-    Raises: UserError when its file holds no tokenizer that can be read, and none is named.
+    Raises: UserError if its file has no readable tokenizer, and none is configured.
     """
     from hermes_rl.models.local import StepClient
     from hermes_rl.models.tokens import ChatIdsClient, client_for
@@ -176,19 +176,19 @@ async def embedded_clients(
     if plan.way == "chat":
         return lambda endpoint: ChatIdsClient(StepClient(endpoint))
     renderer = await asyncio.to_thread(_renderer, where, server.weights)
-    # Which tools are offered is not known here: the client refuses them at the first call.
+    # The offered tools are not known here: the client refuses them at the first call.
     probe = Probe(await server.endpoint(), name, renderer, tools=False)
     found = await probe.plan("llamacpp")
     return lambda endpoint: client_for(found, endpoint, renderer)
 
 
 def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str) -> Connect:
-    """How clients are made under a plan. Blocking: a tokenizer is read.
+    """Return a factory for clients under a plan. Blocking: it reads a tokenizer.
 
     Args:
-        base_url: of the run's model. Prompts of ids go there alone: other places have other models.
+        base_url: of the run's model. Prompts of ids go only there: other places have other models.
 
-    Raises: UserError when the tokenizer cannot be had.
+    Raises: UserError if the tokenizer is unavailable.
     """
     if plan is None or not plan.exact:
         return connect
@@ -198,19 +198,19 @@ def exact_clients(where: EndpointSection, plan: TokenPlan | None, base_url: str)
 
     def make(endpoint: Endpoint) -> ModelClient:
         chat = plan.way == "chat" and endpoint.api_mode == CHAT_MODE
-        own = plan.way != "chat" and endpoint.base_url == base_url
-        if not (chat or own):
+        by_ids = plan.way != "chat" and endpoint.base_url == base_url
+        if not (chat or by_ids):
             return connect(endpoint)
-        known = endpoint.base_url == base_url  # elsewhere nobody looked what logprobs are of
-        told = plan if known else msgspec.structs.replace(plan, logprobs="unknown")
-        return client_for(told, endpoint, renderer)
+        probed = endpoint.base_url == base_url
+        used = plan if probed else msgspec.structs.replace(plan, logprobs="unknown")
+        return client_for(used, endpoint, renderer)
 
     return make
 
 
 def _renderer(where: EndpointSection, weights: Path | None = None) -> Renderer | None:
-    """The renderer of the named tokenizer, else of the one in the embedded model's file."""
-    from hermes_rl.models.tokens import load_renderer, renderer_of
+    """Return the renderer of the configured tokenizer, or of the embedded model's file."""
+    from hermes_rl.models.tokens import build_renderer, load_renderer
 
     if where.tokenizer is not None:
         return load_renderer(where.tokenizer)
@@ -218,4 +218,4 @@ def _renderer(where: EndpointSection, weights: Path | None = None) -> Renderer |
         return None
     from hermes_rl.models.local import read_tokenizer
 
-    return renderer_of(read_tokenizer(weights))
+    return build_renderer(read_tokenizer(weights))

@@ -1,14 +1,14 @@
-"""Ask an endpoint what it is: which models it lists, what a model can do, how it gives token ids.
+"""Probe endpoints: the models that they list, a model's capabilities, and how to get token ids.
 
-- `list_models` costs no token. Every run asks it before it starts.
-- `Probe.capabilities` makes at most seven small calls. It looks for tools, streaming, usage in
+- `list_models` costs no token. Every run calls it before it starts.
+- `Probe.capabilities` makes at most seven small calls. It checks tools, streaming, usage in
   streams and cached tokens in every wire format, and for logprobs and token ids in Chat
   Completions only, the one format that has them.
-- `Probe.plan` finds out how a run gets exact token ids. `auto` tries what needs a tokenizer first
-  (vLLM, SGLang, llama.cpp, with the prompt as ids), then a chat endpoint that returns ids. Rows of
-  an endpoint that offers neither have no segments: ids are never made up.
+- `Probe.plan` finds out how a run gets exact token ids. `auto` first tries the routes that need a
+  tokenizer (vLLM, SGLang, llama.cpp, with the prompt as ids), then a chat endpoint that returns
+  ids. Without either, rows have no segments: ids are never made up.
 
-What logprobs stand for is found from several calls: see `models.tokens.logprobs`.
+Several calls show what kind logprobs are of: see `models.tokens.logprobs`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from hermes_rl.models.tokens import (
     NO_IDS,
     PENALTIES,
     TOP,
-    Asked,
+    PlanCall,
     Spelling,
     TokenPlan,
     Wanted,
     Way,
-    filters_shown,
-    first_logprobs,
-    ids_spelling,
-    kind_of,
+    classify_logprobs,
+    detect_ids_format,
+    logprobs_follow_filters,
+    read_first_logprobs,
+    read_token_ids,
     sampling_of,
-    whole_ids,
 )
 from hermes_rl.models.transports import PlainAnswer, exchange
 from hermes_rl.models.wire import ReplyHead, bearer_headers, read_chat_usage
@@ -212,7 +212,7 @@ async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> bytes:
 
 
 class _Answer(NamedTuple):
-    """What one call returned."""
+    """The result of one call."""
 
     usage: Usage | None = None
     logprobs: Mapping[Any, float] = {}
@@ -229,7 +229,7 @@ _Ask = Callable[..., Awaitable[_Answer]]
 
 
 class _Logprobs(NamedTuple):
-    """What the logprobs of one way to ask stand for."""
+    """The kind of logprobs that one type of request returns."""
 
     first: _Answer
     kind: LogprobsKind
@@ -291,8 +291,8 @@ class Probe:
     async def plan(self, wanted: Wanted) -> TokenPlan:
         """Return the way to get ids.
 
-        Raises: UserError when a way that was asked for by name does not exist, or needs a
-            tokenizer, or where tools are offered whose calls no parser reads.
+        Raises: UserError if a way that was requested by name does not exist, needs a tokenizer, or
+            cannot read the calls of the offered tools.
         """
         if wanted == "off":
             return NO_IDS
@@ -342,10 +342,10 @@ class Probe:
 
     def _wire_question(self, way: Way, renderer: Renderer) -> _Ask:
         """The question for likely tokens on one token wire."""
-        from hermes_rl.models.tokens import TokenWire, at_root
+        from hermes_rl.models.tokens import TokenWire, without_version_path
 
         wire = TokenWire(way, renderer.end_ids, self.endpoint.secrets)
-        where = at_root(self.endpoint) if wire.at_root else self.endpoint
+        where = without_version_path(self.endpoint) if wire.at_root else self.endpoint
         prompt = renderer.render([UserMessage(content=_QUESTION)])
 
         async def ask(temperature: float, top: int, top_k: int | None = None) -> _Answer:
@@ -372,7 +372,7 @@ class Probe:
 
         Raises: UserError when its ids differ: the tokenizer is another model's.
         """
-        from hermes_rl.models.tokens import at_root
+        from hermes_rl.models.tokens import without_version_path
 
         text = renderer.text([UserMessage(content=_TOKENIZER_TEST)])
         body = {
@@ -385,8 +385,10 @@ class Probe:
         }
 
         async def ask() -> _Answer:
-            form = decode_json(await _post(at_root(self.endpoint), "/tokenize", body))
-            return _Answer(ids=whole_ids(form.get("tokens") if isinstance(form, dict) else None))
+            form = decode_json(await _post(without_version_path(self.endpoint), "/tokenize", body))
+            return _Answer(
+                ids=read_token_ids(form.get("tokens") if isinstance(form, dict) else None)
+            )
 
         answer, _ = await self._patiently("tokenize", ask)
         ids = answer.ids if answer is not None else None
@@ -434,11 +436,11 @@ class Probe:
         if at_one is None:
             return None
         at_half, _ = await call(f"{what}, T 0.5", partial(ask, 0.5, top))
-        kind = kind_of(at_one.logprobs, at_half.logprobs if at_half is not None else {})
+        kind = classify_logprobs(at_one.logprobs, at_half.logprobs if at_half is not None else {})
         if kind != "sampling" or not decisive:
             return _Logprobs(at_one, kind)
         cut, _ = await call(f"{what}, top_k {CUT}", partial(ask, 1.0, top, CUT))
-        filtered = cut is not None and filters_shown(at_one.logprobs, cut.logprobs)
+        filtered = cut is not None and logprobs_follow_filters(at_one.logprobs, cut.logprobs)
         return _Logprobs(at_one, kind, filtered)
 
     async def _complete(
@@ -473,7 +475,7 @@ class Probe:
         body = {**self.extra, "model": self.model, "messages": messages, limit: 1, **fields}
         form = decode_json(await _post(self.endpoint, "/chat/completions", body))
         usage = read_chat_usage(form.get("usage")) if isinstance(form, dict) else None
-        return _Answer(usage, first_logprobs(form), ids_spelling(form))
+        return _Answer(usage, read_first_logprobs(form), detect_ids_format(form))
 
     async def _likely(self, temperature: float, top: int) -> _Answer:
         return await self._chat(temperature=temperature, logprobs=True, top_logprobs=top)
@@ -534,10 +536,10 @@ class Probe:
             await asyncio.sleep(min(_LONGEST, error.retry_after_s or wait))
         raise AssertionError("the last wait is None")
 
-    def _plan_calls(self) -> tuple[Asked, ...]:
+    def _plan_calls(self) -> tuple[PlanCall, ...]:
         """The calls, as a plan lists them."""
         return tuple(
-            Asked(
+            PlanCall(
                 what=call.what,
                 seconds=call.latency_s,
                 input_tokens=call.usage["input_tokens"] if call.usage else None,

@@ -1,6 +1,6 @@
-"""From the configuration to routes: places, keys and prices of each model, then its clients.
+"""Build routes from the configuration: places, keys, prices and clients of each model.
 
-A process opens its `Routes` once; every rollout takes the routes of its model from them.
+A process opens its `Routes` once; each rollout takes the routes of its model.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls import Account, KeyPool, Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint, Timeouts
-from hermes_rl.models.key_command import KeyCommand, LiveKey
+from hermes_rl.models.key_command import KeyCommand, RenewableKey
 from hermes_rl.models.providers.prices import PriceTable, price_table, read_price
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 from hermes_rl.models.rate import Share
-from hermes_rl.models.wire import NO_FIELD, Quirks, refuse_own
+from hermes_rl.models.wire import UNSUPPORTED_SAMPLING, Quirks, refuse_reserved_fields
 from hermes_rl.text import SECRETS
 
 NO_KEY = "no-key"
-"""The account of an endpoint that needs no key."""
+"""The account name of an endpoint without a key."""
 _MIX_STEPS = 1 << 52
 
 
-def asks_endpoint(model: str, where: EndpointSection) -> bool:
-    """Whether a model is asked at an endpoint, and not played or embedded."""
+def calls_endpoint(model: str, where: EndpointSection) -> bool:
+    """Return whether a model is called at an endpoint, rather than played or embedded."""
     return not (model in PLAYED_MODELS or (model in LOCAL_MODELS and where.base_url is None))
 
 
-def drawn_model(config: RunConfig, seed: int) -> str:
-    """The model of a unit: the run's, or one of its mix, by the unit's seed alone.
+def draw_model(config: RunConfig, seed: int) -> str:
+    """Return the model of a unit: the run's, or one of its mix, drawn by the unit's seed.
 
-    Weights are shares of their sum; the order in which they are written does not matter.
+    Weights are relative to their sum; their order does not matter.
     """
     mix = config.model.mix
     if not mix:
@@ -67,35 +67,34 @@ def drawn_model(config: RunConfig, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What calls can be sent to: a place and a model there."""
+    """A place, and a model there, that calls can be sent to."""
 
     place: Place
     model: str | None = None
-    """None is the unit's model, which a mix may draw."""
+    """None for the unit's model, which may be drawn from a mix."""
     prices: PriceTable = field(default_factory=PriceTable)
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request's body."""
 
 
-def targets_of(
+def resolve_targets(
     where: EndpointSection,
-    own: Mapping[str, ProviderSection] | None = None,
+    user_providers: Mapping[str, ProviderSection] | None = None,
     model: str | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
     stop: Sequence[str] = (),
 ) -> tuple[Target, ...]:
-    """Where the calls of a unit go: its model's place first, then the fallbacks.
+    """Return the targets of a unit's calls: its model's place, then the fallbacks.
 
     Args:
-        own: the user's providers.
-        model: as it was drawn for the unit; without it the run's own place is first.
-        extra: further body fields of the run's own endpoint (`model.extra_body`).
+        model: drawn for the unit; without it the run's place is first.
+        extra: extra body fields of the run's endpoint (`model.extra_body`).
         stop: the run's stop texts (`model.stop`).
 
-    Raises: UserError for a provider that is unknown or has no address, fields that are not free, or
-        stop texts where the wire has no field for them.
+    Raises: UserError for an unknown provider, a missing address, reserved fields, or stop texts
+        that the wire does not support.
     """
-    known = known_providers(own)
+    known = known_providers(user_providers)
     prices = {
         name: None if form is None else read_price(form.model_dump(exclude_none=True))
         for name, form in where.prices.items()
@@ -104,13 +103,13 @@ def targets_of(
     for named in (where.places.get(model or ""), *where.fallbacks):
         place = _place(where, named, known)
         fields = extra_of(extra, named)
-        refuse_own(fields, place.api_mode)
-        if stop and "stop" in NO_FIELD.get(place.api_mode, ()):
+        refuse_reserved_fields(fields, place.api_mode)
+        if stop and "stop" in UNSUPPORTED_SAMPLING.get(place.api_mode, ()):
             raise UserError(
-                f"'model.stop' has no field in {place.api_mode}. Take it out, or use "
+                f"'model.stop' has no field in {place.api_mode}. Remove it, or use "
                 "--api-mode chat_completions"
             )
-        table = price_table(place.seller, prices, reported=place.quirks.reports_cost)
+        table = price_table(place.price_provider, prices, reported=place.quirks.reports_cost)
         targets.append(Target(place, named.model if named else None, table, fields))
     return tuple(targets)
 
@@ -125,18 +124,18 @@ def _place(
     return resolve(where.model_copy(update=named.place_keys()), known)
 
 
-def targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
-    """`targets_of` for each model that a run may draw."""
+def resolve_targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+    """Return the targets of each model that a run may draw."""
     models = config.model.mix or (config.model.name,)
-    own, extra, stop = config.providers, config.model.extra_body, config.model.stop
-    return {n: targets_of(config.endpoint, own, n, extra, stop) for n in models}
+    user_providers, extra, stop = config.providers, config.model.extra_body, config.model.stop
+    return {n: resolve_targets(config.endpoint, user_providers, n, extra, stop) for n in models}
 
 
-def other_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
+def resolve_env_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
     """Purpose (`judge`, `user`, `summary`) -> where the calls go to the model that the run names
     for it beside the policy.
 
-    Raises: UserError for a model that no endpoint serves, and as `targets_of`.
+    Raises: UserError for a model that no endpoint serves; and as `resolve_targets`.
     """
     named = {use: getattr(config.env, use, None) for use in ("judge", "user")}
     places = {f"env.{use}": place for use, place in named.items()}
@@ -160,22 +159,22 @@ def place_targets(
         where: the endpoint of the policy.
         key: what names the model in the configuration, for the message.
 
-    Raises: UserError for a model that no endpoint serves, and as `targets_of`.
+    Raises: UserError for a model that no endpoint serves, and as `resolve_targets`.
     """
     at_runs = named.base_url is None and named.provider is None
     if named.name in PLAYED_MODELS or (at_runs and named.name in LOCAL_MODELS):
         raise UserError(f"{key}.name is {named.name}, which no endpoint serves. Name another model")
     only = {"places": {named.name: named.place}, "fallbacks": ()}
-    return targets_of(where.model_copy(update=only), providers, named.name)
+    return resolve_targets(where.model_copy(update=only), providers, named.name)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """API keys by the variable that holds them. Text forms show the names."""
+    """API keys by the variable that holds them. The repr shows the names only."""
 
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
-    live: Mapping[str, LiveKey] = field(default_factory=dict, repr=False)
-    """Those of them that a command prints anew."""
+    live: Mapping[str, RenewableKey] = field(default_factory=dict, repr=False)
+    """The keys that a command renews."""
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
@@ -183,27 +182,29 @@ class Keys:
 
     @classmethod
     def renewed_by(cls, commands: Mapping[str, str], values: Mapping[str, str]) -> Keys:
-        """Keys of which some have commands (`endpoint.key_commands`)."""
-        live = {n: LiveKey(KeyCommand(n, c), values[n]) for n, c in commands.items() if n in values}
+        """Return keys, some of which have commands (`endpoint.key_commands`)."""
+        live = {
+            n: RenewableKey(KeyCommand(n, c), values[n]) for n, c in commands.items() if n in values
+        }
         return cls(values, live)
 
     def of(self, place: Place) -> dict[str, str | None]:
-        """Variable -> key, of each account of a place."""
+        """Return variable -> key of each account of a place."""
         return {n: self.values[n] for n in place.key_names if n in self.values} or {NO_KEY: None}
 
     def _read(self, text: str) -> str:
-        """A text as it is sent: `$NAME` is what that variable holds."""
+        """Resolve `$NAME` to the value of that variable."""
         name = variable_of(text)
         return text if name is None else self.values[name]
 
     def endpoint(
         self, where: EndpointSection, place: Place, account: str | None = None
     ) -> Endpoint:
-        """One account of a place.
+        """Return the endpoint for one account of a place.
 
         Args:
             where: the run's endpoint, which sets transport and timeouts of all places.
-            account: the variable of its key; None is the place's first.
+            account: the variable of its key; None for the place's first.
         """
         held = self.of(place)
         name = next(iter(held)) if account is None else account
@@ -229,10 +230,10 @@ def find_keys(
     environ: Mapping[str, str] = os.environ,
     commands: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """The keys of places, by variable: from the commands that print them, else the environment.
-    Blocking where there are commands; each is run once.
+    """Return the keys of places by variable, from commands or the environment. Commands block, and
+    run once each.
 
-    Raises: UserError that names the variable when a needed key is not set, or its command fails.
+    Raises: UserError that names the variable, if a required key is not set or its command fails.
     """
     found: dict[str, str] = {}
     for place in places:
@@ -261,37 +262,37 @@ def _printed(name: str, command: str) -> str:
     key = KeyCommand(name, command).run()
     if key in command:
         raise UserError(
-            f"endpoint.key_commands.{name} holds the key itself, and would be stored with the run. "
-            "Name a command that finds it"
+            f"endpoint.key_commands.{name} contains the key itself, which the run would store. "
+            "Set a command that looks it up"
         )
     return key
 
 
-def all_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """All keys that a run needs, also those of its environment's models, by the variable that holds
-    them; none for a model that asks no endpoint. Blocking where commands print some (`find_keys`).
+def collect_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return all keys that a run needs, including those of its environment's models, by variable.
+    Key commands block (`find_keys`).
 
-    Raises: UserError when one is not set, its command fails, or a command is of a key that no
-        endpoint of the run asks for.
+    Raises: UserError if a key is not set, its command fails, or a command is for a key that no
+        endpoint of the run uses.
     """
     commands = config.endpoint.key_commands
-    uses_endpoint = asks_endpoint(config.model.name, config.endpoint)
-    routes = [*other_targets(config).values()]
+    uses_endpoint = calls_endpoint(config.model.name, config.endpoint)
+    routes = [*resolve_env_targets(config).values()]
     if uses_endpoint:
-        routes = [*targets_by_model(config).values(), *routes]
+        routes = [*resolve_targets_by_model(config).values(), *routes]
     places = [target.place for targets in routes for target in targets]
     names = {name for place in places for name in place.key_names}
     for name in commands:
         if uses_endpoint and name not in names:
             known = ", ".join(sorted(names)) or "none: name it with --api-key-env"
             raise UserError(
-                f"'endpoint.key_commands' holds {name}, which the run does not ask for ({known})"
+                f"'endpoint.key_commands' has {name}, which the run does not use ({known})"
             )
     return find_keys(places, environ, commands)
 
 
-class Seen(NamedTuple):
-    """Of the first place of a model, for records."""
+class ModelSource(NamedTuple):
+    """The first place of a model, for records."""
 
     api_mode: str
     endpoint: str
@@ -300,16 +301,14 @@ class Seen(NamedTuple):
 
 
 class Routes:
-    """What a process can send its calls to: one client per place and key, one limiter per place,
-    key and model.
+    """The clients of a process, one per place and key, with one limiter per place, key and model.
 
     Args:
-        targets: model -> where its calls go, in order. Of several models the first one's hold for
-            names that are not there.
-        keys: as `find_keys` returned them, maybe on another machine.
+        targets: model -> its targets in order. Those of the first model also serve unknown names.
+        keys: from `find_keys`, possibly on another machine.
         share: limiters and cooldowns.
         where: the run's endpoint.
-        make: makes the client of an endpoint.
+        make: creates the client of an endpoint.
     """
 
     def __init__(
@@ -336,7 +335,8 @@ class Routes:
 
     @classmethod
     def to(cls, client: ModelClient, share: Share, prices: PriceTable | None = None) -> Routes:
-        """The one route to a client that is made, and closed, elsewhere (embedded, played)."""
+        """Return routes to a single client that is created and closed elsewhere (embedded,
+        played)."""
         target = Target(Place(None, "", client.api_mode), prices=prices or PriceTable())
         routes = cls({}, Keys(), share, EndpointSection())
         routes._targets = {"": (target,)}
@@ -345,21 +345,21 @@ class Routes:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Texts that no record may show, as of now."""
+        """Texts that no record may show."""
         return tuple(dict.fromkeys(chain.from_iterable(self._secrets)))
 
     def routes(self, model: str) -> tuple[Route, ...]:
-        """Where the calls of a rollout with that model go, in order."""
+        """Return the routes of a rollout with this model, in order."""
         if model not in self._routes:
             targets = self._of(model)
             self._routes[model] = tuple(self._route(t, t.model or model) for t in targets)
         return self._routes[model]
 
-    def seen(self, model: str) -> Seen:
-        """What records say of where that model is."""
+    def seen(self, model: str) -> ModelSource:
+        """Return the first place of a model, for records."""
         place = self._of(model)[0].place
         client = next(iter(self._clients[place].values()))
-        return Seen(client.api_mode, client.endpoint, place.quirks)
+        return ModelSource(client.api_mode, client.endpoint, place.quirks)
 
     def _of(self, model: str) -> Sequence[Target]:
         return self._targets.get(model) or next(iter(self._targets.values()))

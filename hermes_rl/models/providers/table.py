@@ -1,9 +1,9 @@
-"""Who serves models, where, and in which ways of their own: a shipped table that users extend.
+"""The table of providers, with their addresses and quirks. Users can extend it.
 
-A provider is named (`endpoint.provider`), or told from the host of `base_url`; a loopback address
-tells nothing. What the user gives stands before what the provider's entry says. The dialect is the
-requested one, else the provider's, else what the address says (a path that ends with
-`/anthropic`, `/messages` or `/responses`), else `chat_completions`.
+The provider is `endpoint.provider`, or is recognized by the host of `base_url`, except for loopback
+addresses. The user's settings override the provider's. The dialect is the configured one, else the
+provider's, else follows from the path of the address (`/anthropic`, `/messages`, `/responses`),
+else is `chat_completions`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hermes_rl.models.wire import Quirks
 DEFAULT_PROVIDER = "openai"
 DEFAULT_MODE = "chat_completions"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_FORM = re.compile(r"[A-Z]{4,}")
-"""Words in capitals in an address: it is a form for the user to fill in."""
+_PLACEHOLDER = re.compile(r"[A-Z]{4,}")
+"""Capitalized words in an address: the user has to replace them."""
 
 _MODES_BY_PATH = (
     (re.compile(r"/anthropic(/v1)?$|/messages$"), "anthropic_messages"),
@@ -47,42 +47,42 @@ class Provider:
     base_url: str | None = None
     hosts: tuple[str, ...] = ()
     api_key_env: str | None = None
-    """The variable that holds its key; the empty text: it needs none."""
+    """The variable that holds its key; empty if it needs none."""
     api_mode: str | None = None
     quirks: Quirks = field(default_factory=Quirks)
     note: str = ""
 
     @property
     def needs_address(self) -> bool:
-        """Whether the user has to say where it is."""
-        return self.base_url is None or bool(_FORM.search(self.base_url))
+        """Whether the user has to set the address."""
+        return self.base_url is None or bool(_PLACEHOLDER.search(self.base_url))
 
     def at(self, host: str) -> bool:
-        """Whether a host is this provider's."""
+        """Return whether a host belongs to this provider."""
         return any(fnmatchcase(host.lower(), pattern) for pattern in self.hosts)
 
 
 @dataclass(frozen=True)
 class Place:
-    """An endpoint, resolved: all that stays to be said is the model and the keys."""
+    """A resolved endpoint, without model and keys."""
 
     provider: str | None
-    """None where it is not known."""
+    """None if unknown."""
     base_url: str
     api_mode: str
     key_names: tuple[str, ...] = ()
     """Variables that hold the keys."""
     key_needed: bool = False
-    """Without a key it cannot be used."""
+    """Whether a key is required."""
     quirks: Quirks = field(default_factory=Quirks)
     ca_file: str | None = None
     proxy: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
-    """As they are written: `$NAME` stands for what a variable holds."""
+    """As configured; `$NAME` refers to a variable."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variable -> what it is for, of those that the proxy and the headers name."""
+        """The variables in proxy and headers -> the setting that uses each."""
         texts = {f"endpoint.headers.{name}": text for name, text in self.headers}
         return variables_of({**texts, "endpoint.proxy": self.proxy or ""})
 
@@ -93,20 +93,19 @@ class Place:
 
     @property
     def loopback(self) -> bool:
-        """It is on this machine."""
+        """Whether it is on this machine."""
         return self.host in LOOPBACK
 
     @property
-    def seller(self) -> str | None:
-        """Whose list prices hold here; None for nobody's."""
+    def price_provider(self) -> str | None:
+        """The provider with the applicable list prices, if there is one."""
         return None if self.loopback else self.provider
 
 
 def resolve(section: PlacedSection, providers: Mapping[str, Provider] | None = None) -> Place:
-    """Where an endpoint is and how it is spoken to. Nothing is sent.
+    """Resolve an endpoint's provider, address and dialect. Nothing is sent.
 
-    Raises: UserError for an unknown provider, one whose address the user has to give, or what is no
-    address.
+    Raises: UserError for an unknown provider, or a missing or invalid address.
     """
     known = shipped() if providers is None else providers
     if section.base_url is not None:
@@ -114,10 +113,10 @@ def resolve(section: PlacedSection, providers: Mapping[str, Provider] | None = N
     provider = _provider(section, known)
     address = section.base_url or provider.base_url
     if address is None:
-        raise UserError(f"{provider.name} has no address of its own. Give it with --base-url")
+        raise UserError(f"{provider.name} has no fixed address. Set it with --base-url")
     if section.base_url is None and provider.needs_address:
         raise UserError(
-            f"{provider.name} has an address for each user. Give yours: --base-url {address}"
+            f"{provider.name} has one address per user. Set yours: --base-url {address}"
         )
     path = urlsplit(address).path.rstrip("/")
     by_path = (mode for form, mode in _MODES_BY_PATH if form.search(path))
@@ -138,7 +137,7 @@ def resolve(section: PlacedSection, providers: Mapping[str, Provider] | None = N
 
 
 def _provider(section: PlacedSection, known: Mapping[str, Provider]) -> Provider:
-    """The provider of an endpoint; one without a name where none is known."""
+    """Return the provider of an endpoint; one without a name if it is unknown."""
     if section.provider is not None:
         if section.provider not in known:
             raise UserError(
@@ -155,28 +154,30 @@ def _provider_at(host: str, known: Mapping[str, Provider]) -> Provider:
     return next((p for p in known.values() if p.at(host)), Provider(""))
 
 
-def quirks_at(host: str) -> Quirks:
-    """The ways of the provider that a host (and port) is known for."""
+def find_quirks(host: str) -> Quirks:
+    """Return the quirks of the provider at a host (and port)."""
     return _provider_at(host.partition(":")[0], shipped()).quirks
 
 
 @lru_cache(maxsize=1)
 def shipped() -> Mapping[str, Provider]:
-    """The providers that are known without the user's (`providers.yaml`), read once."""
+    """Return the shipped providers (`providers.yaml`), read once."""
     text = files(__package__).joinpath("providers.yaml").read_bytes()
     return {name: _read_provider(name, form) for name, form in msgspec.yaml.decode(text).items()}
 
 
-def known_providers(own: Mapping[str, ProviderSection] | None = None) -> dict[str, Provider]:
+def known_providers(
+    user_providers: Mapping[str, ProviderSection] | None = None,
+) -> dict[str, Provider]:
     """The shipped providers with the user's: new ones, and other facts of known ones."""
     table = dict(shipped())
-    for name, section in (own or {}).items():
+    for name, section in (user_providers or {}).items():
         table[name] = _read_provider(name, section.model_dump(exclude_none=True), table.get(name))
     return table
 
 
 def _read_provider(name: str, form: Mapping[str, Any], old: Provider | None = None) -> Provider:
-    """An entry from plain data, on top of an older one."""
+    """Read an entry from plain data, extending an older one."""
     base = old or Provider(name)
     quirks = replace(base.quirks, **{k: form[k] for k in _QUIRKS if k in form})
     plain = {k: form[k] for k in ("base_url", "api_key_env", "api_mode", "note") if k in form}

@@ -2,12 +2,12 @@
 
 The package answers three questions:
 
-- When may this request be sent? `limiter` keeps the queue and notes how the endpoint behaves;
-  `adaptive` decides.
-- May this call be paid for? `budgets` reserves its worst case; `ledger` keeps the accounts.
-- Which part does each worker get? The driver's `coordinator` answers the reports of `share`.
+- When may a request be sent? `limiter` has the queue, and observes the endpoint; `adaptive`
+  decides.
+- May a call be paid for? `budgets` reserves its worst case; `ledger` keeps the accounts.
+- What is each worker's share? The driver's `coordinator` answers the reports of `share`.
 
-`headers` reads what providers report of their limits. `adaptive`, `headers` and `ledger` are pure:
+`headers` reads the limits that providers report. `adaptive`, `headers` and `ledger` are pure:
 callers pass the time.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
         Buckets,
         Estimate,
         Events,
-        Expectation,
         History,
         Pace,
         Rates,
-        signal_of,
+        UsageEstimator,
+        rate_signal,
     )
     from hermes_rl.models.rate.budgets import (
         NANO,
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
         model_budget,
         model_of,
     )
-    from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary, divide
-    from hermes_rl.models.rate.headers import KINDS, Quota, read_quotas, resets_s
-    from hermes_rl.models.rate.ledger import CALLS, Costs, may_spend
+    from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary, divide_slots
+    from hermes_rl.models.rate.headers import KINDS, Quota, read_quotas, seconds_until_reset
+    from hermes_rl.models.rate.ledger import CALLS, Costs, units_allowed_to_spend
     from hermes_rl.models.rate.limiter import (
         Cooldown,
         Cooldowns,

@@ -1,7 +1,8 @@
-"""A worker's side of budgets: each call's worst case is reserved before it, and settled after it.
+"""The worker's side of budgets: reserve each call's worst case before it, and settle its cost
+after.
 
 Amounts are whole numbers: tokens, or billionths of a US dollar. A worker spends from leases that
-the driver's ledger grants (`ledger`); the budget of one attempt is a lease of its own.
+the driver's ledger grants (`ledger`); the budget of one attempt is a separate lease.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import msgspec
 from hermes_rl.errors import CostLimit, HermesError, UnitCostLimit
 
 OUTPUT_MAX = 32_000
-"""Output tokens of a call that names no bound, where its model's maximum is unknown: what a budget
-reserves, and what is sent as its bound then. As many as the Messages dialect sends by itself."""
+"""Output limit of a call without one, if its model's maximum is unknown: a budget reserves this
+many and sends it as the limit. Equals the default of the Messages dialect."""
 
 NANO = 1_000_000_000
 """Billionths in a dollar."""
@@ -86,19 +87,19 @@ class LeaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of one worker's lease."""
+    """A change of a worker's lease."""
 
     budget: str
     add: int
-    """Goes to the lease."""
+    """Amount added to the lease."""
     most: int
-    """What is not spent yet: a call whose worst case is above it can never be made."""
+    """What is not spent: a call with a larger worst case can never be made."""
     unit: int = 0
-    """What a unit costs on average: none begins when less is unspent. 0 if unknown."""
+    """Average cost of a unit; none begins if less is unspent. 0 if unknown."""
     only: tuple[int, ...] | None = None
     """Places of the units whose calls may start; None for all."""
     recall: bool = False
-    """Others wait: return what no call has reserved."""
+    """Other workers wait: return what no call has reserved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +118,11 @@ class _Unit:
 class Lease:
     """One worker's share of one budget.
 
-    Invariant: what calls have reserved was granted before. What they spend beyond their worst case
-    is a debt of the lease, paid before the next call starts.
+    Invariant: reservations never exceed grants. Cost beyond a worst case is a debt of the lease,
+    which is settled before the next call starts.
 
     Args:
-        limit: of a budget that nobody else spends from; None waits for grants.
+        limit: of a budget that is not shared; None waits for grants.
         on_demand: called when calls begin to wait.
     """
 
@@ -141,16 +142,15 @@ class Lease:
         self._finished = self._finished_spent = 0
 
     async def reserve(self, need: int, place: int = NO_UNIT) -> None:
-        """Reserve an amount. Waits while other reservations may come back, and while units that
-        come before have to be finished.
+        """Reserve an amount. Waits while reservations may be returned, and for units with priority.
 
         Args:
             place: of the unit.
 
-        Raises: CostLimit when it cannot fit even if all reservations come back.
+        Raises: CostLimit if the amount cannot fit even if all reservations are returned.
         """
         self._units.setdefault(place, _Unit())
-        if not need:  # no price, or one of zero: grants name only units that need something
+        if not need:  # no price, or zero: grants list only units that need an amount
             if self._most is not None and self._most < 0:  # answers reported their costs
                 raise _refusal(self.budget, self._most, "a call may cost", need)
             return
@@ -213,7 +213,7 @@ class Lease:
         )
 
     def take_grant(self, grant: LeaseGrant) -> None:
-        """Follow a grant from now on."""
+        """Obey a grant from now on."""
         self.free += grant.add
         self._most, self._unit_cost = grant.most, grant.unit
         self._only, self._recalled = grant.only, grant.recall
@@ -275,12 +275,12 @@ def _text(amount: int, unit: str) -> str:
 
 
 class Budget:
-    """What the calls of one attempt may spend: the run's budgets and the attempt's own.
+    """The budgets of one attempt: the run's and the attempt's.
 
     Args:
-        shared: the worker's leases of the run's budgets, by name; what is not there has no limit.
-        place: of the unit that spends.
-        limits: of the attempt alone, by name (`UNIT_TOKENS`, `UNIT_USD`).
+        shared: the worker's leases of the run's budgets, by name.
+        place: of the unit.
+        limits: of the attempt, by name (`UNIT_TOKENS`, `UNIT_USD`).
     """
 
     def __init__(
@@ -289,13 +289,13 @@ class Budget:
         place: int = NO_UNIT,
         limits: Mapping[str, int] | None = None,
     ) -> None:
-        own = {name: Lease(name, limit) for name, limit in (limits or {}).items()}
-        self.leases = {**own, **shared}
+        unit_leases = {name: Lease(name, limit) for name, limit in (limits or {}).items()}
+        self.leases = {**unit_leases, **shared}
         self.place = place
         self._shared = shared
 
     def binds(self, model: str, worst: Spend) -> bool:
-        """Whether a call of that worst case takes anything from it."""
+        """Return whether a call with this worst case is charged to any budget."""
         return any(Reservation(self, model).amounts(worst, up=True).values())
 
     async def reserve(self, model: str, worst: Spend) -> Reservation:
@@ -311,13 +311,13 @@ class Budget:
         return reservation
 
     def unit_spent(self) -> dict[str, int]:
-        """What was spent of the limits of the attempt alone, by name."""
+        """Return the amounts spent of the attempt's limits, by name."""
         return {
             name: lease.spent for name, lease in self.leases.items() if name not in self._shared
         }
 
     def charge(self, spent: Mapping[str, int]) -> None:
-        """Count what the attempt that this one resumes had spent of the same limits."""
+        """Charge what the resumed attempt had spent of these limits."""
         for name in spent.keys() & self.leases.keys() - self._shared.keys():
             self.leases[name].settle(0, spent[name])
 
@@ -332,15 +332,14 @@ class Budget:
 
 
 class Reservation:
-    """One call's share of every budget that it spends from."""
+    """One call's reservations in all its budgets."""
 
     def __init__(self, budget: Budget, model: str) -> None:
         self.needs: dict[str, int] = {}
         self._budget, self._model = budget, model
 
     def amounts(self, spend: Spend, *, up: bool = False) -> dict[str, int]:
-        """Return budget -> amount, always in the same order: calls that wait for each other's
-        budgets would wait for ever otherwise."""
+        """Return budget -> amount, always in the same order, so that calls cannot deadlock."""
         usd = (spend.usd or 0.0) * NANO
         nano = math.ceil(usd) if up else round(usd)
         amounts = {
@@ -354,8 +353,8 @@ class Reservation:
         return {name: amount for name, amount in amounts.items() if name in self._budget.leases}
 
     def settle(self, spent: Spend | None) -> None:
-        """Report what the call cost. None when nobody knows: the worst case stays spent, as it does
-        in dollars when only the price is unknown."""
+        """Report the cost of the call. If it is None the worst case counts as spent; if only the
+        price is unknown, the worst case in dollars."""
         if spent is None:
             self._end(self.needs)
         elif spent.usd is None:
@@ -365,7 +364,7 @@ class Reservation:
             self._end(self.amounts(spent))
 
     def release(self) -> None:
-        """The call was not served: nothing was spent."""
+        """Release the reservations of a call that was not served."""
         self._end({})
 
     def _end(self, amounts: Mapping[str, int]) -> None:

@@ -19,23 +19,24 @@ from hermes_rl.models.rate.limiter import LaneGrant, LaneReport, Unanswered
 from hermes_rl.models.rate.share import Cooldowns, Grant, Report
 
 STOPPED_S = 2.0
-"""Workers report four times a second: if none did for so long, all of them were stopped."""
+"""Workers report four times a second: without a report for this long, all were stopped."""
 
-TURN_S = 1.0
-"""Seconds after which the last units of a limit go to other workers."""
+ROTATE_S = 1.0
+"""Interval at which the remainder of a limit moves to other workers."""
 
 
-def divide(limit: int, demands: Mapping[str, int], turn: int = 0) -> dict[str, int]:
-    """Divide a limit so that nobody gets more than it demands while another gets less than it
-    (max-min fairness), then spread what nobody demands: a worker that starts more calls need not
-    wait for its next grant. One part is kept back for whoever asks first.
+def divide_slots(limit: int, demands: Mapping[str, int], offset: int = 0) -> dict[str, int]:
+    """Divide a limit by max-min fairness, then spread the surplus.
+
+    No worker gets more than its demand while another gets less. The surplus lets a worker start
+    more calls without waiting for its next grant. One part of it stays in reserve.
 
     Args:
-        turn: where the last units begin to go round.
+        offset: of the worker that gets the remainder first.
     """
     shares, left = dict.fromkeys(demands, 0), max(0, limit)
     names = sorted(demands)
-    begin = turn % len(names) if names else 0
+    begin = offset % len(names) if names else 0
     short = [n for n in (*names[begin:], *names[:begin]) if demands[n] > 0]
     while left and short:
         each = left // len(short)
@@ -75,41 +76,41 @@ class Summary:
 
 
 @dataclass
-class _Part:
+class _WorkerShare:
     """One worker's part of a lane."""
 
     report: LaneReport
-    heard_at: float = 0.0
+    reported_at: float = 0.0
     answered_at: float | None = None
     slots: int = 0
     out: int = 0
-    """Slots that it may be using: before its grant arrives it may use the last one."""
+    """Slots that it may be using: before a grant arrives it uses the previous one."""
     served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
-    """When it was last given what it waited for."""
+    """When it last got what it waited for, by kind."""
 
     def waits(self, kind: Kind, now: float) -> bool:
-        """Whether it waits for its part of a bucket, and could use it."""
-        return self.slots > 0 and self.first(kind) > 0 and now - self.heard_at < TURN_S
+        """Return whether it waits for its part of a bucket and could use it."""
+        return self.slots > 0 and self.first(kind) > 0 and now - self.reported_at < ROTATE_S
 
     def first(self, kind: Kind) -> float:
-        """What its first request in the queue would use."""
+        """Return what its first queued request would use."""
         return self.report.first.get(kind, 0.0)
 
 
 class _Lane:
-    """Invariant: what is granted never raises the sum of what is out above the limit."""
+    """Invariant: grants never raise the slots in use above the limit."""
 
     def __init__(self, name: str, rate: AdaptiveRate) -> None:
         self.name, self.rate = name, rate
-        self.parts: dict[str, _Part] = {}
+        self.parts: dict[str, _WorkerShare] = {}
         self.counts = {"clean": 0, "throttled": 0, "trouble": 0}
 
     def update(self, worker: str, report: LaneReport, now: float) -> None:
-        """Take in a worker's report."""
-        if self.parts and now - max(p.heard_at for p in self.parts.values()) > STOPPED_S:
+        """Process a worker's report."""
+        if self.parts and now - max(p.reported_at for p in self.parts.values()) > STOPPED_S:
             self.rate.pace.restart(now)
-        part = self.parts.setdefault(worker, _Part(report))
-        part.report, part.heard_at = report, now
+        part = self.parts.setdefault(worker, _WorkerShare(report))
+        part.report, part.reported_at = report, now
         part.out = max(part.slots, report.events.running)
         if report.answered_s is not None:
             part.answered_at = now - report.answered_s
@@ -123,9 +124,9 @@ class _Lane:
         self.rate.update(msgspec.structs.replace(report.events, running=running), now)
 
     def grant(self, worker: str, now: float) -> LaneGrant:
-        """Return what a worker may do from now on."""
+        """Return a worker's grant."""
         part, limit = self.parts[worker], self.rate.concurrency.limit
-        shares = divide(limit, {n: p.report.demand for n, p in self.parts.items()}, int(now))
+        shares = divide_slots(limit, {n: p.report.demand for n, p in self.parts.items()}, int(now))
         others = [p for name, p in self.parts.items() if name != worker]
         part.slots = max(0, min(shares[worker], limit - sum(p.out for p in others)))
         part.out = max(part.out, part.slots)
@@ -140,19 +141,19 @@ class _Lane:
             answered_s=None if answered is None else now - answered,
         )
 
-    def _withdraw(self, kind: Kind, part: _Part, now: float) -> float:
-        """Take a worker's part from a bucket: at least what one request needs, and nothing that a
-        worker waits for who was served longer ago (reports come in a fixed order, and the first
-        after a refill would take it all)."""
+    def _withdraw(self, kind: Kind, part: _WorkerShare, now: float) -> float:
+        """Take a worker's part from a bucket: at least the need of one request, but nothing that a
+        worker waits for which was served earlier (reports come in a fixed order, and the first
+        after a refill would take everything)."""
         bucket = self.rate.buckets.by_kind[kind]
-        there = bucket.fill(now)
+        available = bucket.fill(now)
         first = min(part.first(kind), bucket.capacity)
         others = [p for p in self.parts.values() if p is not part and p.waits(kind, now)]
         ahead = (p for p in others if p.served[kind] < part.served[kind])
-        left = there - sum(min(p.first(kind), bucket.capacity) for p in ahead)
+        left = available - sum(min(p.first(kind), bucket.capacity) for p in ahead)
         if not part.slots or left <= 0 or left < first:
             return 0.0
-        wanted = min(part.report.want.get(kind, 0.0), there / (1 + len(others)))
+        wanted = min(part.report.want.get(kind, 0.0), available / (1 + len(others)))
         amount = min(left, max(first, wanted))
         bucket.balance -= amount
         if first:
@@ -177,7 +178,7 @@ class _Lane:
         )
 
     def _unanswered(self) -> Unanswered | None:
-        """Sum up what the calls of all workers wait for; an answer anywhere counts for all."""
+        """Summarize the waiting calls of all workers; an answer to one counts for all."""
         parts = self.parts.values()
         found = [p.report.unanswered for p in parts if p.report.unanswered is not None]
         if not found:
@@ -197,14 +198,13 @@ class Coordinator:
     """Answers the reports of a run's workers.
 
     Args:
-        maximum: requests in flight of the whole run, on any lane.
+        maximum: of requests in flight on each lane, for the complete run.
         budgets: limits by budget.
-        spent: what earlier starts of the run spent, by budget.
+        spent: by earlier starts of the run, by budget.
         clock: monotonic, in seconds.
         unix: the time of day.
-        start: where slow start begins.
-        rates: limits per minute that are known.
-        minute_s: seconds that limits are stated for; shorter in tests. Cuts are a quarter apart.
+        start: initial limit of slow start.
+        rates: known limits per minute.
     """
 
     def __init__(
@@ -217,7 +217,6 @@ class Coordinator:
         unix: Callable[[], float],
         start: int = 32,
         rates: Rates = Rates(),
-        minute_s: float = 60.0,
     ) -> None:
         self.ledgers = {
             name: Ledger(name, limit, spent.get(name, 0), maximum)
@@ -226,7 +225,7 @@ class Coordinator:
         self._lanes: dict[str, _Lane] = {}
         self._clock, self._cooldowns = clock, Cooldowns(unix)
         self._make_rate: Callable[[], AdaptiveRate] = lambda: AdaptiveRate(
-            maximum, clock(), start=start, rates=rates, interval_s=minute_s / 4, window_s=minute_s
+            maximum, clock(), start=start, rates=rates
         )
 
     @property
@@ -235,24 +234,26 @@ class Coordinator:
         return tuple(self.ledgers)
 
     def handle(self, report: Report) -> Grant:
-        """Take in a worker's report and return its grant."""
+        """Process a worker's report and return its grant."""
         now = self._clock()
         self._cooldowns.update(report.cooldowns)
-        for news in report.lanes:
-            if news.lane not in self._lanes:
-                self._lanes[news.lane] = _Lane(news.lane, self._make_rate())
-            self._lanes[news.lane].update(report.worker, news, now)
+        for lane_report in report.lanes:
+            if lane_report.lane not in self._lanes:
+                self._lanes[lane_report.lane] = _Lane(lane_report.lane, self._make_rate())
+            self._lanes[lane_report.lane].update(report.worker, lane_report, now)
         for lease in report.leases:
             self.ledgers[lease.budget].update(report.worker, lease)
         if report.leaving:
             self.remove(report.worker)
             return Grant()
-        lanes = (self._lanes[news.lane].grant(report.worker, now) for news in report.lanes)
+        lanes = (
+            self._lanes[lane_report.lane].grant(report.worker, now) for lane_report in report.lanes
+        )
         leases = (self.ledgers[lease.budget].grant(report.worker) for lease in report.leases)
         return Grant(lanes=tuple(lanes), leases=tuple(leases), cooldowns=self._cooldowns.current())
 
     def remove(self, worker: str) -> None:
-        """A worker is gone: its slots are free, and its leases count as spent."""
+        """Remove a worker: its slots are free, and its leases count as spent."""
         for lane in self._lanes.values():
             lane.parts.pop(worker, None)
         for ledger in self.ledgers.values():

@@ -1,7 +1,7 @@
-"""What a provider's headers say of its rate limits, in the spellings of OpenAI and Anthropic.
+"""Read rate limits from response headers, in the spellings of OpenAI and Anthropic.
 
-OpenAI and its kin: `x-ratelimit-{limit,remaining,reset}-{requests,tokens}`, resets as durations
-(`6m0s`, `120ms`) or seconds. Anthropic:
+OpenAI and compatible servers: `x-ratelimit-{limit,remaining,reset}-{requests,tokens}`, resets as
+durations (`6m0s`, `120ms`) or seconds. Anthropic:
 `anthropic-ratelimit-{requests,tokens,input-tokens,output-tokens}-{limit,remaining,reset}`, resets
 as RFC 3339 times. OpenRouter: `x-ratelimit-{limit,remaining,reset}`, resets as unix milliseconds.
 """
@@ -16,29 +16,29 @@ from typing import Literal
 import msgspec
 
 Kind = Literal["requests", "tokens", "input_tokens", "output_tokens", "pace"]
-"""What is counted: `tokens` is input and output together, `pace` are requests too, by the rate that
-refusals showed."""
+"""What is counted. `tokens` is input and output together; `pace` counts requests, at the measured
+rate."""
 
 KINDS: tuple[Kind, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
-"""What servers have limits of."""
+"""The kinds that servers limit."""
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit as a server sees it. None where it did not say."""
+    """One limit as reported by a server; None where it did not report it."""
 
     kind: Kind
     limit: float | None = None
-    """Of one window."""
+    """Per window."""
     remaining: float | None = None
     reset_s: float | None = None
-    """Seconds until nothing of it is used."""
+    """Seconds until the limit is fully available."""
 
     def per_s(self, window_s: float) -> float | None:
-        """What may be used per second; None when that cannot be told.
+        """Return the refill rate per second; None if it is unknown.
 
-        A server that refills continuously says a reset of used / rate; one that enforces a minute's
-        limit over shorter windows says a short one. Without a reset the window is unknown, and a
-        limit alone is not believed: a limit of one second would be taken for one of a minute.
+        A server that refills continuously reports a reset of used / rate. A server that enforces a
+        limit per minute over shorter windows reports a short one. Without a reset the window is
+        unknown, and the limit is ignored: it might be per second.
         """
         if self.limit is None or self.limit < 1 or self.reset_s is None:
             return None
@@ -50,12 +50,12 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|us|µs|ns|d|h|m|s)")
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _OPENAI = {"requests": "-requests", "tokens": "-tokens"}
-_FAR_S = 7 * 86400.0
-"""A reset beyond this is no rate limit but a subscription, or nonsense."""
+_MAX_RESET_S = 7 * 86400.0
+"""A later reset is that of a subscription, or invalid."""
 
 
 def read_quotas(headers: Mapping[str, str], unix_now: float) -> tuple[Quota, ...]:
-    """The limits that an answer's headers name; () when there are none.
+    """Return the limits in an answer's headers.
 
     Args:
         headers: names in lower case.
@@ -66,8 +66,8 @@ def read_quotas(headers: Mapping[str, str], unix_now: float) -> tuple[Quota, ...
     return tuple(quota for quota in found if quota is not None)
 
 
-def resets_s(headers: Mapping[str, str], unix_now: float) -> float | None:
-    """Seconds until the limits that are used up are whole again; None where none is said to be."""
+def seconds_until_reset(headers: Mapping[str, str], unix_now: float) -> float | None:
+    """Return the seconds until the exhausted limits are available; None if none is exhausted."""
     quotas = read_quotas(headers, unix_now)
     used_up = (q for q in quotas if q.remaining is not None and q.remaining < 1)
     return max((q.reset_s for q in used_up if q.reset_s is not None), default=None)
@@ -101,14 +101,14 @@ def _quota(
 
 
 def _number(text: str | None) -> float | None:
-    """A count; None for what is none, and for the -1 of servers without that limit."""
+    """Return a count; None for other text, and for the -1 of servers without that limit."""
     if text is None or not re.fullmatch(r"\s*\d{1,15}(\.\d{1,9})?\s*", text):
         return None
     return float(text)
 
 
 def _seconds(text: str | None, now: float) -> float | None:
-    """A reset as seconds from now."""
+    """Return a reset in seconds from now."""
     if text is None:
         return None
     text = text.strip()
@@ -118,18 +118,18 @@ def _seconds(text: str | None, now: float) -> float | None:
             number = number / 1000 - now
         elif number > 1e8:
             number -= now
-        return _sane(number)
+        return _plausible_reset(number)
     pieces = _DURATION.findall(text)
     if pieces and "".join(value + unit for value, unit in pieces) == text:
-        return _sane(sum(float(value) * _UNITS.get(unit, 0.0) for value, unit in pieces))
+        return _plausible_reset(sum(float(value) * _UNITS.get(unit, 0.0) for value, unit in pieces))
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return _sane(moment.timestamp() - now)
+    return _plausible_reset(moment.timestamp() - now)
 
 
-def _sane(seconds: float) -> float | None:
-    return max(0.0, seconds) if seconds < _FAR_S else None
+def _plausible_reset(seconds: float) -> float | None:
+    return max(0.0, seconds) if seconds < _MAX_RESET_S else None

@@ -1,16 +1,15 @@
-"""The queue in front of one endpoint, account and model: when a request may be sent.
+"""The request queue of one endpoint, account and model.
 
-First come, first served. In a process of its own a limiter adapts by itself; in a run it follows
-the grants of the driver's coordinator (`share`), so that all workers keep one limit together.
+First come, first served. A limiter in a single process adapts by itself. In a run it obeys the
+grants of the driver's coordinator (`share`), so that all workers share one limit.
 
-`Traffic` notes what the calls have seen lately: whether the endpoint answers, what it reports when
-it does not, how many calls wait for it, and how much may be retried. A retry of a request that may
-have been served can be paid twice, and retries pile up just when a server is weakest. So such
-retries are a share of the traffic: each new call earns a fifth of one, and one more comes every few
-seconds, so that an account that fails always is still tried. This is the token bucket of gRPC's
-retry throttling and Finagle's RetryBudget (a ratio of requests plus a floor per second); unlike
-them, a retry without a token waits for one, because another limit, the time, already says when to
-give up.
+`Traffic` keeps what calls have observed: whether the endpoint answers, its last error, how many
+calls wait, and the retry budget. A retry of a request that may have been served can be billed
+twice, and retries pile up when a server is weakest. So each new call earns a fifth of such a retry,
+and one more is earned every few seconds, so that a failing account is still tried. This is the
+token bucket of gRPC's retry throttling and Finagle's RetryBudget (a ratio of requests plus a
+minimum rate). Unlike there, a retry without a token waits for one, because the time limit decides
+when to give up.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ from hermes_rl.models.rate.adaptive import (
     Charge,
     Estimate,
     Events,
-    Expectation,
     Rates,
     Signal,
-    signal_of,
+    UsageEstimator,
+    rate_signal,
 )
 from hermes_rl.models.rate.headers import Kind, Quota, read_quotas
 from hermes_rl.usage import Usage
 
 ON_THE_WAY_S = 5.0
-"""A report and its grant take no longer together: an answer that another worker got is at most so
-much older than it seems."""
+"""Maximum time of a report and its grant: another worker's answer may be this much older than
+reported."""
 
 
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +66,7 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     demand: int = 0
     """Most requests in flight and waiting at a time."""
     balance: dict[Kind, float] = {}
-    """What is left of the worker's share of each bucket; returned with this report."""
+    """What is left of the worker's share of each bucket; this report returns it."""
     want: dict[Kind, float] = {}
     """What the worker would use until its next report."""
     first: dict[Kind, float] = {}
@@ -84,11 +83,11 @@ class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     """Requests in flight."""
     balance: dict[Kind, float] = {}
-    """The worker's share of each bucket, in place of what it returned."""
+    """The worker's share of each bucket, replacing what it returned."""
     capacity: dict[Kind, float] = {}
-    """Of the whole buckets: a request larger than that starts when so much is there."""
+    """Capacity of the complete buckets: a larger request starts when a bucket is full."""
     per_s: dict[Kind, float] = {}
-    """How fast the worker's share is filled, on average."""
+    """Average refill rate of the worker's share."""
     answered_s: float | None = None
     """Seconds since another worker was last answered."""
 
@@ -115,8 +114,7 @@ class Slot:
         usage: Usage | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Report how the request ended, at most once. An unreported end means nothing for the rate,
-        and the estimate counts as used.
+        """Report how the request ended, at most once. Without a report the estimate counts as used.
 
         Args:
             error: None for an answer.
@@ -130,8 +128,8 @@ class Limiter:
     """Hands out slots.
 
     Args:
-        maximum: requests in flight, at most; None follows grants.
-        start: where slow start begins.
+        maximum: of requests in flight; None obeys grants.
+        start: initial limit of slow start.
         rates: limits per minute that are known; others are learned from headers.
         name: of the lane, in reports.
         on_demand: called when requests begin to wait.
@@ -152,10 +150,10 @@ class Limiter:
     ) -> None:
         self.traffic = Traffic()
         self.answered_at: float | None = None
-        """When another worker was last answered, not later than it was; None where unknown."""
+        """A lower bound for when another worker was last answered; None if unknown."""
         self.in_flight = 0
         self.rate: AdaptiveRate | None = None
-        """None where grants say how much may run."""
+        """None if grants set the limits."""
         self._buckets = Buckets()
         if maximum is not None:
             self.rate = AdaptiveRate(maximum, clock(), start=start, rates=rates)
@@ -163,7 +161,7 @@ class Limiter:
         self._name, self._on_demand, self._clock, self._unix = name, on_demand, clock, unix
         self._waiting: deque[_Waiter] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        self._expected = Expectation()
+        self._expected = UsageEstimator()
         self._slots = 0
         self._per_s: dict[Kind, float] | None = None
         self._ended: dict[Signal, int] = dict.fromkeys(("clean", "throttled", "trouble"), 0)
@@ -174,8 +172,8 @@ class Limiter:
 
     @property
     def backlog_s(self) -> float:
-        """Seconds until one more request could start behind those that wait, by the request rate
-        that is known; 0 where it could start now or no rate is known."""
+        """Seconds until another request could start after those in the queue, by the known request
+        rate; 0 if no rate is known."""
         return self._buckets.backlog_s(len(self._waiting) + 1, self._clock(), self._per_s)
 
     @asynccontextmanager
@@ -185,7 +183,7 @@ class Limiter:
         self._demand = max(self._demand, self.in_flight + len(self._waiting) + 1)
         if self._waiting or self._wait_s(charge) > 0:
             began = self._clock()
-            await self._turn(charge)
+            await self._wait_for_turn(charge)
             waited = self._clock() - began
         else:
             self._take(charge)
@@ -202,8 +200,8 @@ class Limiter:
         usage: Usage | None,
         headers: Mapping[str, str],
     ) -> None:
-        """Take in how a slot's request ended: see `Slot.report`."""
-        signal, now = signal_of(error), self._clock()
+        """Process the end of a slot's request; see `Slot.report`."""
+        signal, now = rate_signal(error), self._clock()
         if usage is not None:
             self._buckets.settle(slot.charge, self._expected.learn(slot.estimate, usage))
         quotas = read_quotas(headers, self._unix()) if headers else ()
@@ -217,7 +215,7 @@ class Limiter:
         self._wake()
 
     def report(self) -> LaneReport:
-        """Return what happened since the last report. A grant answers it."""
+        """Return what happened since the last report."""
         running, waiting = self.in_flight, len(self._waiting)
         now, balances = self._clock(), self._buckets.by_kind
         first = dict(self._waiting[0].charge) if self._waiting else {}
@@ -248,7 +246,7 @@ class Limiter:
         return report
 
     def take_grant(self, grant: LaneGrant) -> None:
-        """Follow a grant from now on."""
+        """Obey a grant from now on."""
         now = self._clock()
         self._slots, self._per_s = grant.slots, grant.per_s
         if grant.answered_s is not None:
@@ -289,7 +287,7 @@ class Limiter:
             self.rate.update(Events(started=-1, running=self.in_flight), self._clock())
         self._started -= 1
 
-    async def _turn(self, charge: Charge) -> None:
+    async def _wait_for_turn(self, charge: Charge) -> None:
         waiter = _Waiter(asyncio.get_running_loop().create_future(), charge)
         self._waiting.append(waiter)
         if len(self._waiting) == 1:
@@ -299,9 +297,9 @@ class Limiter:
             await waiter.ready
         except asyncio.CancelledError:
             if waiter.ready.cancelled():
-                with suppress(ValueError):  # it was removed as soon as it was cancelled
+                with suppress(ValueError):  # `_wake` has removed it
                     self._waiting.remove(waiter)
-            else:  # the slot came in the same moment: hand it on
+            else:  # the slot was assigned at the same moment: pass it on
                 self._give_back(charge)
             self._wake()
             raise
@@ -318,7 +316,7 @@ class Limiter:
                 self._wake_in(wait_s)
                 return
             self._waiting.popleft()
-            self._take(waiter.charge)  # on the waiter's behalf, so that nobody overtakes it
+            self._take(waiter.charge)  # on behalf of the waiter, so that no request overtakes it
             waiter.ready.set_result(None)
 
     def _wake_in(self, seconds: float) -> None:
@@ -329,67 +327,67 @@ class Limiter:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._wake)
 
 
-_NO_SIGN_OF_LIFE = (ServerError, ModelTimeout, ConnectionLost, ProtocolError)
-"""Failures after which nobody may be there who could ever answer."""
-_BETWEEN_TRIES_S = 1.0
-"""A call's next try begins well within this."""
-_SAID_CHARS = 160
+_NO_RESPONSE = (ServerError, ModelTimeout, ConnectionLost, ProtocolError)
+"""Failures that do not show that the endpoint works."""
+_BETWEEN_REQUESTS_S = 1.0
+"""Longer than the time between two requests of a call."""
+_REASON_CHARS = 160
 _VARIES = re.compile(r"\w*\d\w*")
-"""Counts, sizes and request ids: refusals that differ in these alone are the same refusal."""
+"""Counts, sizes and request IDs: refusals that differ only in these are identical."""
 
 
 class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls that wait for answers. In healthy traffic `since_s` is short."""
+    """Calls that wait for answers. In normal operation `since_s` is short."""
 
     message: str = ""
-    """What the last failed request was told: `answers 500 'injected'`; empty for silence."""
+    """The last failure, such as `answers 500 'injected'`; empty for silence."""
     waiting: int
-    """Calls without an answer: in flight, queued, or pausing before their next try."""
+    """Calls without an answer: in flight, queued, or pausing before a retry."""
     since_s: float
     """Seconds since the first failure after the last answer; else since the last answer, or since
     calls began to wait."""
     never: bool = False
-    """Nobody was ever answered."""
+    """No call was ever answered."""
     alive: bool = True
-    """There was a sign of life, so `endpoint.outage_seconds` holds."""
+    """The endpoint has responded, so `endpoint.outage_seconds` applies."""
 
 
 class Traffic:
-    """Shared by all rollouts of a process at one endpoint, account and model. Times are seconds of
-    a monotonic clock."""
+    """What the calls of a process observe at one endpoint, account and model. Times are monotonic,
+    in seconds."""
 
     RATIO = 0.2
-    """Retries earned by a call."""
-    FLOOR_S = 5.0
-    """Seconds in which one more is earned, whatever the traffic."""
-    START = 10.0
-    MOST = 100.0
-    """The last 500 calls count."""
+    """Retries that a call earns."""
+    EARN_S = 5.0
+    """Seconds in which one more is earned without calls."""
+    INITIAL = 10.0
+    MAXIMUM = 100.0
+    """Equals 500 calls."""
 
     def __init__(self) -> None:
         self.answered_at: float | None = None
-        """When it last gave a complete answer, to whomever."""
+        """When it last gave a complete answer."""
         self.alive = False
-        """It answered, refused a request with a reason, or said that it is busy or still loading:
-        somebody is there."""
+        """It has answered, refused a request with a reason, or reported that it is busy or
+        loading."""
         self.probed = False
-        """It was asked for a word because it had kept silent."""
+        """It was probed because it was silent."""
         self.waiting_since = 0.0
-        """Since when there have always been calls without an answer."""
+        """Since when there have been calls without an answer at all times."""
         self._waiting = 0
         self._idle_since = -math.inf
         self._failing_since: float | None = None
         self.message = ""
-        """What the last request was told, since the last answer."""
+        """The last failure since the last answer."""
         self._refusals: Counter[str] = Counter()
         self._refusal = ""
-        self._tokens = self.START
+        self._tokens = self.INITIAL
         self._earned_at: float | None = None
 
     @contextmanager
-    def asking(self, clock: Callable[[], float]) -> Iterator[None]:
-        """A call waits here for its answer; the pause before its next try is part of a try."""
-        if not self._waiting and clock() - self._idle_since > _BETWEEN_TRIES_S:
+    def waiting_call(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Count a call as waiting for its answer, including the pause before a retry."""
+        if not self._waiting and clock() - self._idle_since > _BETWEEN_REQUESTS_S:
             self.waiting_since = clock()
         self._waiting += 1
         try:
@@ -398,37 +396,37 @@ class Traffic:
             self._waiting -= 1
             self._idle_since = clock()
 
-    def called(self) -> None:
-        """A call began: not one of its retries."""
-        self._tokens = min(self.MOST, self._tokens + self.RATIO)
+    def count_call(self) -> None:
+        """Earn retries for a new call."""
+        self._tokens = min(self.MAXIMUM, self._tokens + self.RATIO)
 
-    def answered(self, now: float) -> None:
-        """A complete answer came."""
+    def note_answer(self, now: float) -> None:
+        """Note a complete answer."""
         self.answered_at, self.alive = now, True
         self._failing_since, self.message = None, ""
         self._refusals.clear()
 
-    def failed(self, error: ModelError, now: float) -> None:
-        """A request failed."""
-        if not isinstance(error, _NO_SIGN_OF_LIFE):
+    def note_failure(self, error: ModelError, now: float) -> None:
+        """Note a failed request."""
+        if not isinstance(error, _NO_RESPONSE):
             self.alive = True
-        if isinstance(error, (*_NO_SIGN_OF_LIFE, RateLimited, Overloaded, BadRequest)):
-            self.message = _report(error)
+        if isinstance(error, (*_NO_RESPONSE, RateLimited, Overloaded, BadRequest)):
+            self.message = _describe_failure(error)
             if self._failing_since is None:
                 self._failing_since = now
 
-    def refused(self, error: BadRequest) -> None:
-        """A call was given up for a refusal."""
+    def note_refusal(self, error: BadRequest) -> None:
+        """Note a call that was given up after a refusal."""
         self._refusals[_VARIES.sub("#", str(error))] += 1
         self._refusal = str(error)
 
-    def refused_alike(self, calls: int) -> str | None:
-        """The last refusal, once so many calls since the last answer were refused in the same
-        words; else None."""
+    def repeated_refusal(self, calls: int) -> str | None:
+        """Return the last refusal if this many calls since the last answer were refused
+        identically."""
         return self._refusal if max(self._refusals.values(), default=0) >= calls else None
 
     def unanswered(self, now: float) -> Unanswered | None:
-        """What keeps the calls that wait from their answers; None where none waits."""
+        """Return why calls wait for answers; None if no call waits."""
         if not self._waiting:
             return None
         since = self.waiting_since
@@ -444,11 +442,11 @@ class Traffic:
             alive=self.alive,
         )
 
-    def take(self, now: float) -> bool:
-        """Take one retry out of the share; False when there is none left now."""
+    def take_retry_token(self, now: float) -> bool:
+        """Take one retry from the budget; return False if there is none now."""
         if self._earned_at is not None:
-            earned = max(0.0, now - self._earned_at) / self.FLOOR_S
-            self._tokens = min(self.MOST, self._tokens + earned)
+            earned = max(0.0, now - self._earned_at) / self.EARN_S
+            self._tokens = min(self.MAXIMUM, self._tokens + earned)
         self._earned_at = now
         if self._tokens < 1:
             return False
@@ -456,13 +454,13 @@ class Traffic:
         return True
 
 
-def _report(error: ModelError) -> str:
-    """`answers 500 'injected'`; what is no answer of a server in its own words."""
+def _describe_failure(error: ModelError) -> str:
+    """Describe a failure, for example `answers 500 'injected'`."""
     text = str(error)
-    status, _, said = text.partition(": ")
+    status, _, reason = text.partition(": ")
     if error.status is None or status != str(error.status):
-        return text[:_SAID_CHARS]
-    return f"answers {status} '{said[:_SAID_CHARS]}'" if said else f"answers {status}"
+        return text[:_REASON_CHARS]
+    return f"answers {status} '{reason[:_REASON_CHARS]}'" if reason else f"answers {status}"
 
 
 class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
@@ -477,7 +475,7 @@ class Cooldown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cooldowns:
-    """Account -> its cooldown. The later end holds.
+    """The cooldowns of accounts. Of two, the later end applies.
 
     Args:
         clock: unix time, because cooldowns travel between machines.
@@ -488,16 +486,16 @@ class Cooldowns:
         self._by_account: dict[str, Cooldown] = {}
 
     def left_s(self, account: str) -> float:
-        """Seconds until an account may be used; 0 when it may now."""
+        """Return the seconds until an account may be used; 0 for now."""
         known = self._by_account.get(account)
         return 0.0 if known is None else max(0.0, known.until - self.now())
 
     def start(self, account: str, seconds: float, reason: str) -> None:
-        """Do not use an account for a while."""
+        """Start a cooldown."""
         self.update((Cooldown(account=account, until=self.now() + seconds, reason=reason),))
 
     def update(self, cooldowns: Iterable[Cooldown]) -> None:
-        """Take in what others know."""
+        """Merge cooldowns that other workers know."""
         for new in cooldowns:
             known = self._by_account.get(new.account)
             if new.until > self.now() and (known is None or new.until > known.until):

@@ -1,7 +1,7 @@
 """A worker's share of the rates and budgets of its run.
 
-About four times a second, and at once when calls wait, a worker reports to the driver's coordinator
-and gets its share in return: slots and bucket contents, leases of budgets, cooldowns of accounts.
+A worker reports to the driver's coordinator about four times a second, and at once if calls wait.
+In return it gets slots, bucket contents, leases of budgets and cooldowns of accounts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TICK_S = 0.25
 """Seconds between two reports."""
 
 GAP_S = 0.02
-"""Seconds between two reports at least, when calls wait."""
+"""Minimum seconds between two reports, if calls wait."""
 
 
-FAREWELL_S = 2.0
+LEAVE_S = 2.0
 """Seconds that the last report may take."""
 
 
@@ -57,7 +57,7 @@ class Share:
     Args:
         worker: its name, unique in the run.
         budgets: names of the run's budgets.
-        maximum: of a process without a coordinator: requests in flight on each lane, at most.
+        maximum: of requests in flight on each lane, for a process without a coordinator.
         tick_s: seconds between two reports.
         clock: monotonic, in seconds.
         unix: the time of day.
@@ -77,8 +77,8 @@ class Share:
         self._worker, self._maximum, self._tick_s = worker, maximum, tick_s
         self._clock, self._unix = clock, unix
         self._limiters: dict[str, Limiter] = {}
-        self._news = asyncio.Event()
-        self._leases = {name: Lease(name, on_demand=self._news.set) for name in budgets}
+        self._demand = asyncio.Event()
+        self._leases = {name: Lease(name, on_demand=self._demand.set) for name in budgets}
         self._left = asyncio.Event()
         self._leaving = False
 
@@ -89,27 +89,27 @@ class Share:
             self._limiters[name] = Limiter(
                 self._maximum,
                 name=name,
-                on_demand=self._news.set,
+                on_demand=self._demand.set,
                 clock=self._clock,
                 unix=self._unix,
             )
         return self._limiters[name]
 
     def budget(self, place: int = NO_UNIT, limits: dict[str, int] | None = None) -> Budget | None:
-        """Return what the calls of one attempt may spend; None means no limit.
+        """Return the budget of one attempt; None if unlimited.
 
         Args:
-            place: of the unit in the dataset: earlier ones have priority.
-            limits: of this attempt alone, by budget.
+            place: of the unit in the dataset; earlier ones have priority.
+            limits: of this attempt, by budget.
         """
         return Budget(self._leases, place, limits) if self._leases or limits else None
 
     async def next_report(self) -> Report:
-        """Return what happened, once calls wait or it is time. The last report says so."""
+        """Wait until a report is due or calls wait, and return it."""
         await asyncio.sleep(min(GAP_S, self._tick_s))
         try:
             async with asyncio.timeout(max(0.0, self._tick_s - GAP_S)):
-                await self._news.wait()
+                await self._demand.wait()
         except TimeoutError:
             pass
         return self.report()
@@ -117,7 +117,7 @@ class Share:
     def report(self) -> Report:
         """Return what happened since the last report."""
         if not self._leaving:
-            self._news.clear()
+            self._demand.clear()
         report = Report(
             worker=self._worker,
             lanes=tuple(limiter.report() for limiter in self._limiters.values()),
@@ -130,7 +130,7 @@ class Share:
         return report
 
     def take_grant(self, grant: Grant) -> None:
-        """Follow a grant from now on."""
+        """Obey a grant from now on."""
         self.cooldowns.update(grant.cooldowns)
         for lane in grant.lanes:
             self._limiters[lane.lane].take_grant(lane)
@@ -138,19 +138,19 @@ class Share:
             self._leases[lease.budget].take_grant(lease)
 
     async def leave(self) -> None:
-        """Nothing is called any more: return once the last report was taken, or soon."""
+        """End reporting, and wait a short time until the last report was taken."""
         self._leaving = True
-        self._news.set()
+        self._demand.set()
         with suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(LEAVE_S):
                 await self._left.wait()
 
     @asynccontextmanager
     async def coordinated(
         self, handle: Callable[[Report], Grant]
     ) -> AsyncIterator[asyncio.Task[None]]:
-        """Report to a coordinator in the same process. Yields the task that does: when it fails,
-        there are no grants any more, and calls would wait for ever."""
+        """Report to a coordinator in the same process. Yields the reporting task: if it fails,
+        there are no more grants, and calls would wait forever."""
 
         async def exchange() -> None:
             report = self.report()
@@ -164,5 +164,5 @@ class Share:
             yield exchanging
         finally:
             self._leaving = True
-            self._news.set()
+            self._demand.set()
             await exchanging

@@ -14,43 +14,50 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.tokens.bridge import Bridged, History, abridged
+    from hermes_rl.models.tokens.bridge import Bridged, History, abridge_messages
     from hermes_rl.models.tokens.capture import (
         CAPTURED,
-        Stretch,
         TokenGraph,
+        TokenRun,
         TokensFault,
-        record_of,
+        record_tokens,
     )
     from hermes_rl.models.tokens.client import (
         ChatIdsClient,
         TokenClient,
-        at_root,
         client_for,
         token_client,
+        without_version_path,
     )
     from hermes_rl.models.tokens.engines import (
         CHAT_MODE,
         PENALTIES,
         ROUTES,
         TokenWire,
-        first_logprobs,
-        ids_spelling,
+        detect_ids_format,
+        read_first_logprobs,
+        read_token_ids,
         sampling_of,
-        whole_ids,
     )
-    from hermes_rl.models.tokens.logprobs import CUT, LOWEST, TOP, filters_shown, kind_of, shaped_by
-    from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, parser_named, typed
+    from hermes_rl.models.tokens.logprobs import (
+        CUT,
+        LOWEST,
+        TOP,
+        classify_logprobs,
+        logprobs_follow_filters,
+        shaped_by,
+    )
+    from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, find_parser, typed
     from hermes_rl.models.tokens.plan import (
         NO_IDS,
-        Asked,
+        PlanCall,
         Spelling,
         TokenPlan,
         Wanted,
         Way,
-        spelled_out,
+        with_explicit_filters,
     )
-    from hermes_rl.models.tokens.renderer import Finding, Renderer, load_renderer, renderer_of
+    from hermes_rl.models.tokens.renderer import Finding, Renderer, build_renderer, load_renderer
     from hermes_rl.models.tokens.template import (
         PROBE_TOOL,
         Template,

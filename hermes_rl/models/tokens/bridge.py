@@ -37,7 +37,7 @@ _LAST = 6
 """Number of last messages that are all kept."""
 
 
-def abridged(messages: Sequence[Message]) -> list[Message]:
+def abridge_messages(messages: Sequence[Message]) -> list[Message]:
     """Shorten a conversation without changing what the template writes after its last turn.
 
     That depends on roles, calls, reasoning, and how a message begins and ends; not on the middle of
@@ -190,7 +190,7 @@ def seam(
 ) -> Seam:
     """Return what the template writes after the answer. Raises: Forked; TemplateRefused; UserError
     for images."""
-    before = writer.fitted(abridged(history.messages))
+    before = writer.fitted(abridge_messages(history.messages))
     name = _unused_name([before, new_messages, tools])
     turn = [*before, _placeholder(history.answer, name, 1 if writer.form.one_call else None)]
     marked = writer.prompt([*turn, *new_messages], tools)

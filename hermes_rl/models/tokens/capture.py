@@ -47,7 +47,7 @@ class Node:
         return self.added.kept
 
 
-class Stretch(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of a path that one call added: its glue, or (the beginning of) its answer."""
 
     node: int
@@ -102,25 +102,25 @@ class TokenGraph:
         """Return the index of a call's node; None for a call without tokens."""
         return self._index.get(call_id)
 
-    def stretches(self, node: int) -> list[Stretch]:
-        """Return a call's whole path as stretches, in order; none is empty."""
+    def token_runs(self, node: int) -> list[TokenRun]:
+        """Return a call's whole path as token_runs, in order; none is empty."""
         pieces = list(self._backwards(node))
         pieces.reverse()
         return pieces
 
     def path(self, node: int) -> bytes:
         """Return a call's whole path, as int32."""
-        return b"".join(piece.data for piece in self.stretches(node))
+        return b"".join(piece.data for piece in self.token_runs(node))
 
-    def _backwards(self, number: int) -> Iterator[Stretch]:
+    def _backwards(self, number: int) -> Iterator[TokenRun]:
         limit = self.nodes[number].end
         while number >= 0:
             node = self.nodes[number]
             if limit > node.prompt_end:
-                yield Stretch(number, True, node.added.sampled[: (limit - node.prompt_end) * 4])
+                yield TokenRun(number, True, node.added.sampled[: (limit - node.prompt_end) * 4])
                 limit = node.prompt_end
             if limit > node.kept:
-                yield Stretch(number, False, node.added.glue[: (limit - node.kept) * _WIDTH])
+                yield TokenRun(number, False, node.added.glue[: (limit - node.kept) * _WIDTH])
             limit = min(limit, node.kept)
             number = node.parent
 
@@ -193,7 +193,7 @@ CAPTURED: tuple[Purpose, ...] = ("agent", "summary")
 """Purposes of the policy's calls. Judges and simulated users are other models or other roles."""
 
 
-def record_of(
+def record_tokens(
     graph: TokenGraph, call_id: str, agent: str, tokens: TokenCapture, request: ModelRequest
 ) -> TokensAdded | None:
     """Add an answer's tokens to a rollout's graph.

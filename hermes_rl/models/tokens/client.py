@@ -30,12 +30,12 @@ from hermes_rl.models.base import (
 from hermes_rl.models.calls import Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
-from hermes_rl.models.prepare import outgoing
+from hermes_rl.models.prepare import prepare_request
 from hermes_rl.models.tokens.bridge import History
 from hermes_rl.models.tokens.engines import PENALTIES, ROUTES, TokenWire
-from hermes_rl.models.tokens.logprobs import kind_in
-from hermes_rl.models.tokens.parsers import ToolCallParser, parser_named
-from hermes_rl.models.tokens.plan import TokenPlan, spelled_out
+from hermes_rl.models.tokens.logprobs import classify_call_logprobs
+from hermes_rl.models.tokens.parsers import ToolCallParser, find_parser
+from hermes_rl.models.tokens.plan import TokenPlan, with_explicit_filters
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.template import Tools
 from hermes_rl.usage import Usage
@@ -63,7 +63,7 @@ def token_client(
     if engine not in ROUTES:
         raise UserError(f"no token wire {engine!r}: use one of {', '.join(ROUTES)}")
     wire = TokenWire(engine, renderer.end_ids, endpoint.secrets)
-    where = at_root(endpoint) if wire.at_root else endpoint
+    where = without_version_path(endpoint) if wire.at_root else endpoint
     return TokenClient(connect(where, wire), renderer, parser, kind=kind, filtered=filtered)
 
 
@@ -81,7 +81,7 @@ def client_for(plan: TokenPlan, endpoint: Endpoint, renderer: Renderer | None) -
     return token_client(endpoint, renderer, plan.way, kind=plan.logprobs, filtered=plan.filtered)
 
 
-def at_root(endpoint: Endpoint) -> Endpoint:
+def without_version_path(endpoint: Endpoint) -> Endpoint:
     """Return the endpoint without `/v1`, for routes outside it."""
     base = endpoint.base_url.rstrip("/")
     return replace(endpoint, base_url=base.removesuffix("/v1"))
@@ -253,7 +253,7 @@ class _ExactClient(ABC):
 
     def _kind_in(self, sampling: Sampling, extra: Mapping[str, Any]) -> LogprobsKind:
         """Return what the logprobs of a call mean."""
-        return kind_in(self._kind, self._filtered, {**sampling.as_dict(), **extra})
+        return classify_call_logprobs(self._kind, self._filtered, {**sampling.as_dict(), **extra})
 
 
 class ChatIdsClient(_ExactClient):
@@ -282,7 +282,7 @@ class ChatIdsClient(_ExactClient):
         """Return an answer with its ids."""
         sent = replace(
             request,
-            sampling=spelled_out(request.sampling),
+            sampling=with_explicit_filters(request.sampling),
             extra={**PENALTIES, **request.extra},
             token_ids=True,
             logprobs=True,
@@ -331,14 +331,14 @@ class TokenClient(_ExactClient):
         super().__init__(inner, kind, filtered)
         self._renderer = renderer
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
-        self._parser = parser or parser_named(renderer.parser_name)
+        self._parser = parser or find_parser(renderer.parser_name)
         self._unread = None if parser or renderer.parser_fits else renderer.unread_calls
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`. Raises also UserError for images, and if tools are offered
         whose calls no parser reads."""
         pending = self._prepare(request)
-        sampling = spelled_out(request.sampling)
+        sampling = with_explicit_filters(request.sampling)
         answer = await self._inner.complete(
             replace(
                 request,
@@ -380,7 +380,9 @@ class TokenClient(_ExactClient):
         if state is None:
             state = kept[self._key] = TokenState()
         # A copy: messages added while the call is in flight are not part of its prompt.
-        messages = tuple(outgoing(replace(request, exact=True, adaptations=frozenset())).messages)
+        messages = tuple(
+            prepare_request(replace(request, exact=True, adaptations=frozenset())).messages
+        )
         return _Pending(state, messages, state.prompt(self._renderer, messages, request.tools))
 
     @property

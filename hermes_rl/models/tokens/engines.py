@@ -18,12 +18,12 @@ import msgspec
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.tokens.logprobs import LOWEST
-from hermes_rl.models.tokens.plan import Spelling, spelled_out
+from hermes_rl.models.tokens.plan import Spelling, with_explicit_filters
 from hermes_rl.models.wire import (
+    AnswerContext,
     BodyDecoder,
     Decoder,
     Envelope,
-    Reading,
     ReplyHead,
     bearer_headers,
     count_of,
@@ -43,11 +43,11 @@ PENALTIES: Json = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequenc
 
 def sampling_of(sampling: Sampling) -> Json:
     """Return temperature and filters as they are sent."""
-    sent = spelled_out(sampling)
+    sent = with_explicit_filters(sampling)
     return {name: getattr(sent, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
-def whole_ids(values: Any) -> tuple[int, ...] | None:
+def read_token_ids(values: Any) -> tuple[int, ...] | None:
     """Return ids that can be stored; None for anything else."""
     if not isinstance(values, list):
         return None
@@ -176,22 +176,24 @@ class TokenWire:
         """Return the decoder of an answer."""
         prompt = request.prompt_ids or ()
 
-        def read(data: bytes, reading: Reading) -> Completion:
-            return self._completion(data, reading, prompt)
+        def read(data: bytes, context: AnswerContext) -> Completion:
+            return self._completion(data, context, prompt)
 
-        return BodyDecoder(Reading(head, self._secrets), read)
+        return BodyDecoder(AnswerContext(head, self._secrets), read)
 
     def _pick(self, form: Any, name: str) -> Any:
         return pick(form, self._route.read.get(name, ""))
 
-    def _completion(self, data: bytes, reading: Reading, prompt: tuple[int, ...]) -> Completion:
-        form = reading.parse(msgspec.json.decode, data)
+    def _completion(
+        self, data: bytes, context: AnswerContext, prompt: tuple[int, ...]
+    ) -> Completion:
+        form = context.parse(msgspec.json.decode, data)
         if isinstance(form, dict) and form.get("error"):
-            raise reading.fault(form["error"])
+            raise context.error_in_answer(form["error"])
         usage, raw = self._usage(form)
         named = _named_ids(self._pick(form, "named"))
-        ids = self._checked_ids(form, named, usage, prompt, reading)
-        logprobs = self._checked_logprobs(form, named, ids, reading)
+        ids = self._checked_ids(form, named, usage, prompt, context)
+        logprobs = self._checked_logprobs(form, named, ids, context)
         usage = msgspec.structs.replace(usage, input_tokens=len(prompt), output_tokens=len(ids))
         envelope = Envelope(
             id=self._pick(form, "id"),
@@ -202,7 +204,7 @@ class TokenWire:
         finish = self._pick(form, "finish")
         if self._route.finish is not None:
             finish = self._route.finish.get(str(finish))
-        return reading.completion(
+        return context.completion(
             envelope,
             AssistantMessage(),
             finish,
@@ -221,48 +223,48 @@ class TokenWire:
         return counted, {place.rpartition(".")[2]: pick(form, place) for place in counts.values()}
 
     def _checked_ids(
-        self, form: Any, named: Any, usage: Usage, prompt: tuple[int, ...], reading: Reading
+        self, form: Any, named: Any, usage: Usage, prompt: tuple[int, ...], context: AnswerContext
     ) -> tuple[int, ...]:
         """Return the sampled ids. Raises: ProtocolError."""
         if "required" in self._route.read and not isinstance(self._pick(form, "required"), dict):
-            raise reading.unreadable(f"not an answer of {self.name}")
+            raise context.unreadable_error(f"not an answer of {self.name}")
         if self._pick(form, "truncated"):
-            raise reading.unreadable("the engine cut the prompt")
+            raise context.unreadable_error("the engine cut the prompt")
         listed = self._pick(form, "ids")
         if "matched" in self._route.read and named is not None:
             left_out = [self._pick(form, "matched")]
             shorter = isinstance(listed, list) and listed + left_out == named
             listed = named if listed is None or shorter else listed
-        ids = whole_ids(listed)
+        ids = read_token_ids(listed)
         if ids is None:
-            raise reading.unreadable("it holds no token ids of the answer")
+            raise context.unreadable_error("it holds no token ids of the answer")
         returned = self._pick(form, "prompt_ids")
-        if returned is not None and whole_ids(returned) != prompt:
-            raise reading.unreadable("the engine read another prompt than it was sent")
+        if returned is not None and read_token_ids(returned) != prompt:
+            raise context.unreadable_error("the engine read another prompt than it was sent")
         read, counted = usage.input_tokens, usage.output_tokens
         if read not in (None, len(prompt)):
-            raise reading.unreadable(
+            raise context.unreadable_error(
                 f"the engine read {read} prompt tokens and was sent {len(prompt)}"
             )
         if counted not in (None, len(ids)):
-            raise reading.unreadable(
+            raise context.unreadable_error(
                 f"the engine counted {counted} sampled tokens, gave {len(ids)}"
             )
         return ids
 
     def _checked_logprobs(
-        self, form: Any, named: Any, ids: tuple[int, ...], reading: Reading
+        self, form: Any, named: Any, ids: tuple[int, ...], context: AnswerContext
     ) -> tuple[float, ...] | None:
         """Return one logprob per id; None if any is missing. Raises: ProtocolError."""
         listed = self._pick(form, "logprobs")
         if named is not None and named != list(ids):
             if self._route.gaps:
                 return None
-            raise reading.unreadable("ids and logprobs are of different tokens")
+            raise context.unreadable_error("ids and logprobs are of different tokens")
         if not isinstance(listed, list) or not listed:
             return None
         if len(listed) != len(ids):
-            raise reading.unreadable(f"{len(listed)} logprobs for {len(ids)} tokens")
+            raise context.unreadable_error(f"{len(listed)} logprobs for {len(ids)} tokens")
         values = [_logprob(one) for one in listed]
         if not all(_is_number(v) and LOWEST < v <= 1e-3 for v in values):
             return None
@@ -347,7 +349,7 @@ _ABSURD = 1e9
 """No logprob is so far from 0."""
 
 
-def first_logprobs(form: Any) -> dict[str, float]:
+def read_first_logprobs(form: Any) -> dict[str, float]:
     """Return token -> logprob of the first position of a chat answer; empty if there are none."""
     listed = pick(form, "choices.0.logprobs.content.0.top_logprobs")
     entries = listed if isinstance(listed, list) else []
@@ -355,7 +357,7 @@ def first_logprobs(form: Any) -> dict[str, float]:
     return {token: p for token, p in pairs if _is_number(p) and abs(p) < _ABSURD}
 
 
-def ids_spelling(form: Any) -> Spelling | None:
+def detect_ids_format(form: Any) -> Spelling | None:
     """Return whose field names the token ids of a chat answer have; None if there are none."""
     if pick(form, "choices.0.response_token_ids"):
         return "sglang"

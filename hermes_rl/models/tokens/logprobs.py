@@ -1,4 +1,5 @@
-"""What an engine's logprobs stand for, found from one position at temperatures 1 and 0.5.
+"""Determine which distribution an engine's logprobs describe, from one position at temperatures 1
+and 0.5.
 
 Let l be the log-softmax of the model's logits. Logprobs of the distribution that is sampled from
 are the log-softmax of logits / T: at T = 0.5 their differences are twice those at T = 1. Raw
@@ -40,8 +41,8 @@ _ALL = 0.999
 _CLEARLY_LESS = 0.98
 
 
-def filters_shown(at_one: Mapping[Token, float], cut: Mapping[Token, float]) -> bool:
-    """Return whether logprobs stand for what top-k leaves; also False if that is undecidable.
+def logprobs_follow_filters(at_one: Mapping[Token, float], cut: Mapping[Token, float]) -> bool:
+    """Return whether logprobs are computed after top-k; also False if that is undecidable.
 
     Args:
         at_one: token -> logprob, of the likeliest tokens at temperature 1.
@@ -56,12 +57,14 @@ def _probability(logprobs: Mapping[Token, float]) -> float:
     return math.fsum(map(math.exp, likely[:CUT]))
 
 
-def kind_in(kind: LogprobsKind, filtered: bool, sent: Mapping[str, Any]) -> LogprobsKind:
-    """Return what the logprobs of one call stand for.
+def classify_call_logprobs(
+    kind: LogprobsKind, filtered: bool, sent: Mapping[str, Any]
+) -> LogprobsKind:
+    """Return the kind of logprobs of one call.
 
     Args:
-        kind: the result of `kind_of`.
-        filtered: the result of `filters_shown`.
+        kind: the result of `classify_logprobs`.
+        filtered: the result of `logprobs_follow_filters`.
         sent: what was sent of temperature, top_p, top_k and min_p.
 
     Returns: `unknown` where logprobs are those of the sampling policy in other calls and not in
@@ -74,7 +77,9 @@ def kind_in(kind: LogprobsKind, filtered: bool, sent: Mapping[str, Any]) -> Logp
     return kind if sent.get("temperature") != 0 and (filtered or free) else "unknown"
 
 
-def kind_of(at_one: Mapping[Token, float], at_half: Mapping[Token, float]) -> LogprobsKind:
+def classify_logprobs(
+    at_one: Mapping[Token, float], at_half: Mapping[Token, float]
+) -> LogprobsKind:
     """Return the kind of logprobs from those of one position at temperatures 1 and 0.5.
 
     Args:

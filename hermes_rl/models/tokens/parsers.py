@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, ToolCall
-from hermes_rl.models.base import Tools, looks_unparsed, names
+from hermes_rl.models.base import Tools, has_unparsed_call, tool_names
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Parsed:
     """The text in `<think>`; None if there is no such block."""
     calls: tuple[ParsedCall, ...] = ()
     suspected_unparsed: bool = False
-    """The model may have meant a call that nobody runs: see `models.looks_unparsed`."""
+    """The model may have meant a call that nobody runs: see `models.has_unparsed_call`."""
 
     def message(self, text: str) -> AssistantMessage:
         """Return the message of an answer.
@@ -117,7 +117,7 @@ class ToolCallParser:
             )
         content = _outside(text, start, calls)
         parsed = Parsed(content, reasoning, tuple(calls))
-        suspected = looks_unparsed(parsed.message(content), tools)
+        suspected = has_unparsed_call(parsed.message(content), tools)
         return Parsed(content, reasoning, parsed.calls, suspected)
 
 
@@ -317,7 +317,7 @@ def _find_llama(text: str, place: int, tools: Tools) -> Iterator[Found]:
     Nothing else marks a call, so an object counts if it names an offered tool, or if it has both
     members and is the whole answer.
     """
-    offered = names(tools)
+    offered = tool_names(tools)
     begin = _LLAMA_BEGIN.match(text, place) if tools else None
     while begin and (found := _llama_call(text, begin.start(1), begin.end(), offered)):
         yield found
@@ -445,7 +445,7 @@ _CUT = "the tool call breaks off in the middle"
 def _find_coder(text: str, place: int, tools: Tools) -> Iterator[Found]:
     """Yield the calls, also complete ones of an offered tool whose `<tool_call>` the model left
     out; other text without that tag stays content."""
-    offered = names(tools)
+    offered = tool_names(tools)
     while begin := _CODER_BEGIN.search(text, place):
         found = _coder_call(text, begin, tools)
         if begin.group(1) is None and (found.error or found.name not in offered):
@@ -612,7 +612,7 @@ PARSERS: dict[str, ToolCallParser] = {
 """By name, in the order in which a template's own calls are tried with them."""
 
 
-def parser_named(name: str) -> ToolCallParser:
+def find_parser(name: str) -> ToolCallParser:
     """Return the parser of this name. Raises: UserError, which lists the names."""
     if name not in PARSERS:
         raise UserError(f"no tool-call parser {name!r}: use one of {', '.join(PARSERS)}")

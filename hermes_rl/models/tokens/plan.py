@@ -19,7 +19,7 @@ Spelling = Literal["vllm", "sglang"]
 """The engine whose field names the ids in chat answers have."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class PlanCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the search, as the manifest lists it."""
 
     what: str
@@ -34,7 +34,7 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     way: Way = "off"
     logprobs: LogprobsKind = "unknown"
-    """What the engine's logprobs stand for."""
+    """The kind of the engine's logprobs."""
     filtered: bool = False
     """Logprobs of kind `sampling` are taken after top-p, top-k and min-p too."""
     spelling: Spelling | None = None
@@ -43,7 +43,7 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Why there are no ids, for people."""
     template: tuple[str, ...] = ()
     """Where the chat template makes conversations fork."""
-    calls: tuple[Asked, ...] = ()
+    calls: tuple[PlanCall, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -63,7 +63,9 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
             return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
         kind = self.logprobs if self.calls else "as its answers report"
         lines = [f"token ids by {self.way}; logprobs: {kind}"]
-        if sampling is not None and (why := self._untrainable(spelled_out(sampling), extra or {})):
+        if sampling is not None and (
+            why := self._untrainable(with_explicit_filters(sampling), extra or {})
+        ):
             lines.append(f"nothing will be trainable: {why}")
         return lines + [f"template: {line}" for line in self.template]
 
@@ -85,7 +87,7 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-def spelled_out(sampling: Sampling) -> Sampling:
+def with_explicit_filters(sampling: Sampling) -> Sampling:
     """Return the sampling with temperature and filters set, neutral where they were not. Servers
     take what is left out from the model's files (`generation_config.json`) or their own defaults,
     and the logprobs would be of another distribution."""

@@ -56,8 +56,7 @@ class Renderer:
         tokenizer: encodes and decodes.
         template: writes a conversation as text.
         end_ids: ids that end a turn according to the model's files. The token with which the
-        template
-            ends an assistant's turn is added.
+        template ends an assistant's turn is added.
     """
 
     def __init__(
@@ -219,10 +218,10 @@ def load_renderer(
     Raises: UserError when files are missing or unreadable, or the model has no template.
     """
     files = read_folder(folder_of(path_or_name, revision))
-    return renderer_of(files, template=template, variables=variables)
+    return build_renderer(files, template=template, variables=variables)
 
 
-def renderer_of(
+def build_renderer(
     files: TokenizerFiles,
     *,
     template: str | None = None,

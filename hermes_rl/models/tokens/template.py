@@ -14,8 +14,8 @@ several turns.
 What messages contain must not become a control token, so lookalikes in them are marked: the control
 tokens of the tokenizer everywhere; and in messages of users and tools, and in arguments of calls,
 also the markup that the template itself writes, such as `</tool_response>`. An assistant's own text
-keeps its markup: the model wrote it as tokens. What a template writes as ordinary text
-(`### User:`) cannot be told apart from the text of a message.
+keeps its markup: the model wrote it as tokens. Markup that a template writes as ordinary text (`###
+User:`) cannot be distinguished from message text.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def _probed(template: Template, form: Form, messages: Sequence[Message], tools: 
         return ""
 
 
-def one_call_each(messages: Sequence[Message]) -> list[Message]:
+def split_parallel_calls(messages: Sequence[Message]) -> list[Message]:
     """Rewrite a conversation to one call a turn, each followed by its result.
 
     A model of such a template may still sample two calls. What it sampled stays as it is; only a
@@ -479,7 +479,7 @@ class PromptWriter:
 
     def fitted(self, messages: Iterable[Message]) -> list[Message]:
         """Return the messages in turns that the template can write."""
-        return one_call_each(list(messages)) if self.form.one_call else list(messages)
+        return split_parallel_calls(list(messages)) if self.form.one_call else list(messages)
 
     def prompt(self, messages: Iterable[Message], tools: Tools) -> MarkedPrompt:
         """Mark (fitted) messages for rendering. Raises: UserError for images."""

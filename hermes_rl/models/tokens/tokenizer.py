@@ -330,8 +330,8 @@ def _text(value: Any) -> str | None:
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Sources by name; a file of its own comes last and wins over what the configuration says."""
-    for told in (config, _json(folder / "chat_template.json")):
-        value = told.get("chat_template")
+    for form in (config, _json(folder / "chat_template.json")):
+        value = form.get("chat_template")
         if isinstance(value, str):
             yield "default", value
         for item in value if isinstance(value, list) else ():

@@ -1,8 +1,8 @@
-"""Transports: one POST, one reply, no retry, typed errors; and the default one, on aiohttp.
+"""Transports (one POST, one reply, no retry, typed errors), and the default one, on aiohttp.
 
-A transport knows nothing of the body. It maps what went wrong below HTTP to typed errors; statuses
-are the client's matter. The pool, the limits of time, and how a reply is read are the same for
-all; `HttpTransport` and `sdk` only send and receive.
+A transport does not look into bodies. It maps failures below HTTP to typed errors; the client
+handles statuses. The connection pool, timeouts and reading are shared; `HttpTransport` and `sdk`
+only send and receive.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from hermes_rl.text import clean, scrub
 
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
-LINGER_S = 0.25
-"""How long an answer that said it is complete may take to end, so that its connection is reused."""
+DRAIN_S = 0.25
+"""Maximum time for the rest of a complete answer, so that its connection can be reused."""
 
 WATCH_S, WATCHES = 0.05, 25
-"""How long and how often the end of a stream is watched: whoever hangs up after one does so at
-once."""
+"""How long and how often the end of a stream is watched. A server that closes its connections does
+so at once."""
 
 
 class Reply(ABC):
-    """The head of an answer, and its body piece by piece.
+    """The head of an answer, and its body in chunks.
 
     Args:
         headers: names in lower case.
-        errors: what reading may raise when the connection breaks off.
+        errors: exceptions of a connection that breaks off.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class Reply(ABC):
         self._host, self._idle_s, self._errors = host, idle_s, errors
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes in. Raises: ModelTimeout, ProtocolError."""
+        """Yield the body as it arrives. Raises: ModelTimeout, ProtocolError."""
         try:
             while piece := await self._read(self._idle_s):
                 yield piece
         except TimeoutError:
-            text = f"the answer of {self._host} stood still for {self._idle_s:g} s"
+            text = f"the answer of {self._host} stalled for {self._idle_s:g} s"
             raise ModelTimeout(text, served=True) from None
         except self._errors as error:
-            raise cut(self._host, reason_of(error)) from None
+            raise answer_broken_off(self._host, describe_exception(error)) from None
 
-    async def settle(self) -> None:
-        """Read what is left of a complete answer, so that its connection is reused."""
-        if self._is_read():
+    async def drain(self) -> None:
+        """Read the rest of a complete answer, so that its connection can be reused."""
+        if self._at_end():
             return
-        with suppress(TimeoutError, *self._errors):  # the answer is whole, whatever happens now
-            async with asyncio.timeout(LINGER_S):
-                while await self._read(LINGER_S):
+        with suppress(TimeoutError, *self._errors):  # the answer is complete already
+            async with asyncio.timeout(DRAIN_S):
+                while await self._read(DRAIN_S):
                     pass
 
     @abstractmethod
-    def hung_up(self) -> bool:
-        """Whether its connection is closed by now."""
+    def closed_by_server(self) -> bool:
+        """Return whether the connection is closed."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -85,18 +85,18 @@ class Reply(ABC):
 
     @abstractmethod
     async def _read(self, idle_s: float) -> bytes:
-        """The next piece, empty at the end. Raises: TimeoutError after `idle_s`."""
+        """Return the next chunk, empty at the end. Raises: TimeoutError after `idle_s`."""
 
     @abstractmethod
-    def _is_read(self) -> bool:
-        """Whether the body was read to its end."""
+    def _at_end(self) -> bool:
+        """Return whether the body was read to its end."""
 
 
 class Transport(ABC):
     """Connections to one endpoint. No redirects, cookies, hidden retries or environment proxies."""
 
     errors: tuple[type[Exception], ...]
-    """What sending may raise when no answer begins."""
+    """Exceptions of sending when no answer begins."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._host = endpoint, endpoint.host
@@ -109,21 +109,21 @@ class Transport(ABC):
         """One request. Raises: ModelTimeout, ConnectionLost."""
         started = time.monotonic()
         once = self._keep.once
-        if once not in self._clients:  # not earlier: clients belong to the loop that runs now
+        if once not in self._clients:  # not earlier: clients belong to the running loop
             self._clients[once] = self._connect(once)
         try:
             async with asyncio.timeout(self._endpoint.timeouts.first_byte_s):
                 reply = await self._send(self._clients[once], url, body, headers)
         except self.errors as error:
-            fault = self._fault(error)
-            if isinstance(fault, ConnectionLost) and fault.served:
+            typed = self._typed_error(error)
+            if isinstance(typed, ConnectionLost) and typed.served:
                 self._keep.lost()
-            raise fault from None
+            raise typed from None
         reply.first_byte_s = time.monotonic() - started
         try:
             yield reply
-            await reply.settle()
-            await self._keep.watch(reply.headers, reply.hung_up)
+            await reply.drain()
+            await self._keep.watch(reply.headers, reply.closed_by_server)
         finally:
             await reply.aclose()
 
@@ -135,10 +135,10 @@ class Transport(ABC):
 
     @abstractmethod
     def _connect(self, once: bool) -> Any:
-        """A client of the package.
+        """Return a client of the package.
 
         Args:
-            once: close connections after one answer, also where the server does not say so.
+            once: close connections after one answer.
         """
 
     @abstractmethod
@@ -146,17 +146,19 @@ class Transport(ABC):
         """One request. Raises: one of `errors`."""
 
     @abstractmethod
-    def _fault(self, error: Any) -> ModelError:
-        """What one of `errors` means; a TimeoutError is that no answer began in time."""
+    def _typed_error(self, error: Any) -> ModelError:
+        """Return the typed error for one of `errors`; a TimeoutError means that no answer began."""
 
 
 class KeepAlive:
-    """Whether a server keeps its connections after a stream. Some engines (llama.cpp) close them
-    without a word, and a request that meets the closing one is lost: so the first stream's end is
-    watched, and where the server hangs up, connections are used once.
+    """Detects whether a server keeps its connections open after a stream.
+
+    Some engines (llama.cpp) close them without notice, and a request on a closing connection is
+    lost. So the end of the first stream is watched, and if the server closes its connection, each
+    one is used only once.
 
     Args:
-        plain: without TLS; with it nothing is watched.
+        plain: without TLS. With TLS nothing is watched.
     """
 
     def __init__(self, *, plain: bool) -> None:
@@ -166,15 +168,15 @@ class KeepAlive:
         self._known = not plain
 
     def lost(self) -> None:
-        """A request was lost before any byte came back: watch again."""
+        """A request was lost before its first byte: watch again."""
         self._known = not self._plain
 
     async def watch(self, headers: Mapping[str, str], closed: Callable[[], bool]) -> None:
-        """Look whether a server hangs up after its answer.
+        """Watch whether a server closes its connection after an answer.
 
         Args:
             headers: of the answer.
-            closed: whether its connection is closed by now.
+            closed: returns whether its connection is closed.
         """
         streamed = "event-stream" in headers.get("content-type", "")
         if self._known or self.once or not streamed:
@@ -187,10 +189,10 @@ class KeepAlive:
         self._known = True
 
 
-def connection_fault(error: Exception) -> str:
-    """Why a connection failed, in the words of the system: `connection refused`.
+def describe_connection_error(error: Exception) -> str:
+    """Describe a failed connection as the system does: `connection refused`.
 
-    aiohttp's own text speaks of ssl for plain http too.
+    aiohttp's own text mentions ssl for plain HTTP too.
     """
     inner = getattr(error, "os_error", None) or error
     if isinstance(inner, ssl.SSLError):  # its numbers are not the system's
@@ -205,60 +207,61 @@ def connection_fault(error: Exception) -> str:
     return text[0].lower() + text[1:]
 
 
-def reason_of(error: Exception) -> str:
-    """The type of an error and its text, if it has one."""
+def describe_exception(error: Exception) -> str:
+    """Return the type of an error and its text, if it has one."""
     return clean(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def connect_timeout(endpoint: Endpoint) -> ModelTimeout:
-    """No connection in time: nothing was served."""
+    """Return the error for a connection that timed out: nothing was served."""
     seconds = endpoint.timeouts.connect_s
     return ModelTimeout(f"no connection to {endpoint.host} within {seconds:g} s")
 
 
 def first_byte_timeout(endpoint: Endpoint) -> ModelTimeout:
-    """A request was sent and nothing came back: it may be served, and billed."""
+    """Return the error for a request without an answer: it may be served, and billed."""
     seconds = endpoint.timeouts.first_byte_s
     return ModelTimeout(f"no answer from {endpoint.host} within {seconds:g} s", served=True)
 
 
-def not_connected(host: str, reason: str) -> ConnectionLost:
-    """The connection could not be made: nothing was served."""
+def unreachable(host: str, reason: str) -> ConnectionLost:
+    """Return the error for a refused connection: nothing was served."""
     return ConnectionLost(f"cannot reach {host}: {reason}")
 
 
 def proxy_refused(host: str, status: int) -> ModelError:
-    """The proxy let nothing through. What the packages say of it may hold its password."""
+    """Return the error of a proxy. The packages' own messages may contain its password."""
     if status == 407:
         text = f"the proxy for {host} refuses its user and password (407). Check endpoint.proxy"
         return AuthError(text, status=status)
-    return not_connected(host, f"the proxy answered {status}")
+    return unreachable(host, f"the proxy answered {status}")
 
 
-def untrusted(host: str, reason: str) -> AuthError:
-    """The server cannot prove who it is: no key was sent, and no other attempt could do better."""
+def untrusted_server(host: str, reason: str) -> AuthError:
+    """Return the error for an untrusted certificate: no key was sent, and retries cannot help."""
     return AuthError(
         f"cannot trust {host}: {reason}. Set endpoint.ca_file if its certificate is your own",
         reason="ssl_cert_verification",
     )
 
 
-def broken(host: str, reason: str) -> ConnectionLost:
-    """The connection broke off after the request was sent."""
+def connection_broken(host: str, reason: str) -> ConnectionLost:
+    """Return the error for a connection that broke off after the request was sent."""
     return ConnectionLost(f"connection to {host} broke off: {reason}", served=True)
 
 
-def cut(host: str, reason: str) -> ProtocolError:
-    """An answer broke off in the middle of its body."""
+def answer_broken_off(host: str, reason: str) -> ProtocolError:
+    """Return the error for an answer that broke off within its body."""
     return ProtocolError(f"the answer of {host} broke off: {reason}", served=True)
 
 
 _LARGE = 1 << 20
-"""Bytes from which a body is written in pieces, so that the loop stays free."""
+"""Larger bodies are written in chunks, so that the event loop is not blocked."""
 
 _IDLE_S = {"plain": 4.0, "tls": 30.0}
-"""Seconds after which an idle connection is given up. Engines close theirs after 5 s, and a request
-that meets the closing one is lost; gateways wait for a minute or more, and TLS is dear to begin."""
+"""Seconds after which an idle connection is closed. Engines close idle connections after 5 s, and a
+request on a closing connection is lost. Gateways wait a minute or more, and TLS handshakes are
+expensive."""
 
 _PLAIN_BYTES = 4 << 20
 
@@ -284,19 +287,19 @@ class HttpTransport(Transport):
         assert isinstance(response, _Response)
         return _HttpReply(response, self._host, self._endpoint.timeouts.idle_s)
 
-    def _fault(self, error: Any) -> ModelError:
+    def _typed_error(self, error: Any) -> ModelError:
         host = self._host
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return connect_timeout(self._endpoint)
         if isinstance(error, TimeoutError):
             return first_byte_timeout(self._endpoint)
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            return untrusted(host, str(error.certificate_error))
+            return untrusted_server(host, str(error.certificate_error))
         if isinstance(error, aiohttp.ClientHttpProxyError):
             return proxy_refused(host, error.status)
         if isinstance(error, aiohttp.ClientConnectorError):
-            return not_connected(host, connection_fault(error))
-        return broken(host, reason_of(error))
+            return unreachable(host, describe_connection_error(error))
+        return connection_broken(host, describe_exception(error))
 
     def _connect(self, once: bool) -> aiohttp.ClientSession:
         endpoint = self._endpoint
@@ -329,7 +332,7 @@ class PlainAnswer(NamedTuple):
 async def exchange(
     endpoint: Endpoint, url: str, headers: Mapping[str, str], data: bytes | None = None
 ) -> PlainAnswer:
-    """Make one plain request on a connection of its own: a GET, or a POST of `data`.
+    """Make one plain request on a separate connection: a GET, or a POST of `data`.
 
     The caller limits the time. Raises: ModelError when no response comes.
     """
@@ -354,33 +357,33 @@ async def exchange(
             low = {name.lower(): value for name, value in response.headers.items()}
             return PlainAnswer(response.status, low, bytes(body[:_PLAIN_BYTES]))
     except aiohttp.ClientConnectorCertificateError as error:
-        raise untrusted(endpoint.host, str(error.certificate_error)) from None
+        raise untrusted_server(endpoint.host, str(error.certificate_error)) from None
     except aiohttp.ClientHttpProxyError as error:
         raise proxy_refused(endpoint.host, error.status) from None
     except aiohttp.ClientConnectorError as error:
-        raise ConnectionLost(f"{endpoint.host}: {connection_fault(error)}") from None
+        raise ConnectionLost(f"{endpoint.host}: {describe_connection_error(error)}") from None
     except _ERRORS as error:
         reason = scrub(str(error) or type(error).__name__, endpoint.secrets)
         raise ConnectionLost(f"{endpoint.host}: {reason}") from None
 
 
 class _Response(aiohttp.ClientResponse):
-    """Remembers its connection, which it gives back when it has ended."""
+    """Keeps its connection, which aiohttp releases at the end."""
 
-    _way: asyncio.BaseTransport | None = None
+    _transport: asyncio.BaseTransport | None = None
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
-        self._way = connection.transport
+        self._transport = connection.transport
         return await super().start(connection)
 
-    def hung_up(self) -> bool:
+    def closed_by_server(self) -> bool:
         """Whether its connection is closed by now."""
-        return self._way is None or self._way.is_closing()
+        return self._transport is None or self._transport.is_closing()
 
 
 class _HttpReply(Reply):
     def __init__(self, response: _Response, host: str, idle_s: float) -> None:
-        # aiohttp keeps bytes that are not valid UTF-8 as half surrogates, which no record can hold.
+        # aiohttp decodes invalid UTF-8 as lone surrogates, which no record can contain.
         headers = {name.lower(): clean(value) for name, value in response.headers.items()}
         super().__init__(response.status, headers, host, idle_s, _ERRORS)
         self._response = response
@@ -388,7 +391,7 @@ class _HttpReply(Reply):
     async def _read(self, idle_s: float) -> bytes:
         content = self._response.content
         while not content.at_eof():
-            # A small answer is all there by now: no timer for that.
+            # A small answer has arrived completely: no timer is needed.
             piece = content.read_nowait()
             if not piece:
                 async with asyncio.timeout(idle_s):
@@ -397,11 +400,11 @@ class _HttpReply(Reply):
                 return piece
         return b""
 
-    def _is_read(self) -> bool:
+    def _at_end(self) -> bool:
         return self._response.content.at_eof()
 
-    def hung_up(self) -> bool:
-        return self._response.hung_up()
+    def closed_by_server(self) -> bool:
+        return self._response.closed_by_server()
 
     async def aclose(self) -> None:
         self._response.close()

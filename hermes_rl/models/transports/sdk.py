@@ -1,9 +1,9 @@
-"""The transport `sdk`: the official packages, retries off, their connection handling as it is.
+"""The transport `sdk`: the official packages, without retries, with their connection handling.
 
-The anthropic package carries the Messages API, the openai package all other wires. They cost ten
-times the CPU of `http`; they are there as the oracles of our wire, and for endpoints whose ways
-only the official package knows. Bodies go in and come out as bytes, with our own limits of time:
-the anthropic package would refuse a long answer that is not streamed.
+The anthropic package carries the Messages API, the openai package all other wires. They need ten
+times the CPU of `http`. They serve as the reference for our wire formats, and endpoints that only
+the official package supports. Bodies are passed as bytes, with our own timeouts: the anthropic
+package would refuse a long answer that is not streamed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.transports.http import (
     Reply,
     Transport,
-    broken,
+    answer_broken_off,
     connect_timeout,
-    cut,
+    connection_broken,
+    describe_exception,
     first_byte_timeout,
-    not_connected,
     proxy_refused,
-    reason_of,
-    untrusted,
+    unreachable,
+    untrusted_server,
 )
 
 
 @dataclass(frozen=True)
 class _Package:
-    """What one official package calls things; both come from the same generator."""
+    """The names of one official package; the same generator made both."""
 
     client: Callable[..., Any]
     omit: Any
-    """Stands for a header that is not sent."""
+    """Marks a header that is not sent."""
     status_error: type[Any]
     timeout_error: type[Exception]
     connection_error: type[Exception]
@@ -76,43 +76,42 @@ class SdkTransport(Transport):
         self.errors = (TimeoutError, httpx2.HTTPError, self._sdk.connection_error)
 
     async def _send(self, client: Any, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        # The packages put the key into a header of their own: the dialect's headers are all there
-        # is.
-        ours = {"Authorization": self._sdk.omit, **_titled(headers)}
+        # Only the dialect's headers are sent, without the header that the packages add for the key.
+        sent_headers = {"Authorization": self._sdk.omit, **_titled(headers)}
         try:
             response = await client.post(
                 url,
                 content=body,
                 cast_to=httpx2.Response,
-                options={"headers": ours, "follow_redirects": False},
-                stream=True,  # the body unread
+                options={"headers": sent_headers, "follow_redirects": False},
+                stream=True,  # do not read the body
             )
         except self._sdk.status_error as error:
             response = error.response
         return _SdkReply(response, self._host, self._endpoint.timeouts.idle_s)
 
-    def _fault(self, error: Any) -> ModelError:
+    def _typed_error(self, error: Any) -> ModelError:
         host, cause = self._host, error.__cause__ or error
         if isinstance(error, self._sdk.timeout_error) and isinstance(cause, httpx2.ConnectTimeout):
             return connect_timeout(self._endpoint)
         if isinstance(error, self._sdk.timeout_error | TimeoutError):
             return first_byte_timeout(self._endpoint)
-        if isinstance(error, httpx2.HTTPError):  # the package itself reads the body of a refusal
-            return cut(host, reason_of(error))
+        if isinstance(error, httpx2.HTTPError):  # the package reads the body of a refusal itself
+            return answer_broken_off(host, describe_exception(error))
         if "CERTIFICATE_VERIFY_FAILED" in str(cause):
-            return untrusted(host, str(cause))
+            return untrusted_server(host, str(cause))
         if isinstance(cause, httpx2.ProxyError):
             status = str(cause)[:3]
             return proxy_refused(host, int(status) if status.isdecimal() else 502)
-        fault = not_connected if isinstance(cause, httpx2.ConnectError) else broken
-        return fault(host, reason_of(cause))
+        make_error = unreachable if isinstance(cause, httpx2.ConnectError) else connection_broken
+        return make_error(host, describe_exception(cause))
 
     def _connect(self, once: bool) -> Any:
         endpoint = self._endpoint
         tls = endpoint.tls()
-        patience = httpx2.Timeout(None, connect=endpoint.timeouts.connect_s)
+        timeout = httpx2.Timeout(None, connect=endpoint.timeouts.connect_s)
         http = httpx2.AsyncClient(
-            timeout=patience,
+            timeout=timeout,
             limits=httpx2.Limits(max_keepalive_connections=0 if once else None),
             verify=True if tls is None else tls,
             proxy=endpoint.proxy,
@@ -122,13 +121,13 @@ class SdkTransport(Transport):
             api_key=endpoint.api_key or "none",
             base_url=endpoint.base_url,
             max_retries=0,
-            timeout=patience,
+            timeout=timeout,
             http_client=http,
         )
 
 
 def _titled(headers: Mapping[str, str]) -> dict[str, str]:
-    """The packages merge headers by their exact names."""
+    """Spell header names as the packages do, which merge headers by exact name."""
     return {"Authorization" if k.lower() == "authorization" else k: v for k, v in headers.items()}
 
 
@@ -143,10 +142,10 @@ class _SdkReply(Reply):
         async with asyncio.timeout(idle_s):
             return await anext(self._pieces, b"")
 
-    def _is_read(self) -> bool:
+    def _at_end(self) -> bool:
         return self._response.is_closed
 
-    def hung_up(self) -> bool:
+    def closed_by_server(self) -> bool:
         stream = self._response.extensions.get("network_stream")
         return stream is None or bool(stream.get_extra_info("is_readable"))
 

@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     )
     from hermes_rl.models.wire.anthropic_answers import THINKING, Call, Content, anthropic_message
     from hermes_rl.models.wire.base import (
-        NO_FIELD,
-        NO_LIMIT,
-        OWN,
+        NEUTRAL_FILTERS,
+        RESERVED_FIELDS,
+        UNSUPPORTED_SAMPLING,
         Dialect,
         Quirks,
         bearer_headers,
-        refuse_own,
-        sendable,
+        refuse_reserved_fields,
+        supported_sampling,
     )
     from hermes_rl.models.wire.chat import CHAT_COMPLETIONS, ChatCompletions
     from hermes_rl.models.wire.decoding import (
         DONE,
-        Beginning,
+        AnswerContext,
+        AnswerInterrupted,
         BodyDecoder,
-        BrokenOff,
         Decoder,
         Envelope,
         EventDecoder,
         EventReader,
-        Reading,
         ReplyHead,
+        StreamedText,
         count_of,
-        flatten,
-        read_call,
         read_chat_usage,
-        split_think,
+        read_tool_call,
+        split_content_parts,
+        split_reasoning,
     )
     from hermes_rl.models.wire.responses import (
         CALL,

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, answers: one body, or the events of a stream."""
+"""Answers of Anthropic's Messages API: bodies and streams."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from hermes_rl.messages import AssistantMessage, ToolCall
 from hermes_rl.models.base import Completion
 from hermes_rl.models.wire.decoding import (
     DONE,
+    AnswerContext,
     Envelope,
     EventDecoder,
-    Reading,
-    part_of,
+    object_field,
     read_anthropic_usage,
-    read_call,
+    read_tool_call,
 )
 from hermes_rl.text import decode_json, encode_json, repair_json
 
-AT = "_at"
-"""Key of a thinking block that did not stand first in its answer: [characters of text, tool calls]
-before it. It is ours and never sent."""
+POSITION = "_at"
+"""Internal key of a thinking block that was not first in its answer: [characters of text, tool
+calls] before it. It is never sent."""
 
 THINKING = ("thinking", "redacted_thinking")
-"""Types of the opaque blocks of this wire."""
+"""Types of thinking blocks."""
 
-_FINISH = {
+_FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
 }
-"""Stop reason -> finish reason; all others keep their name. `refusal` is the model's; `pause_turn`
-only comes from tools that run at the provider, which this client never requests."""
+"""Stop reason -> finish reason; others keep their name."""
 
-_STATUS = {
+_STATUSES = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "billing_error": 402,
@@ -50,7 +49,7 @@ _STATUS = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
-"""Error type -> the status that it would have had before the answer began."""
+"""Error type -> its status if it had come before the answer."""
 
 
 class _Envelope(Envelope):
@@ -60,7 +59,7 @@ class _Envelope(Envelope):
 
 
 class _Block(msgspec.Struct):
-    """A content block of a body: the input of a call keeps its text."""
+    """A content block of a body. The input of a call stays text."""
 
     type: Any = None
     text: Any = None
@@ -86,42 +85,42 @@ class Call(msgspec.Struct, frozen=True):
 
 
 Content = str | Call | dict[str, Any] | None
-"""What a block holds: text, a call, or an opaque block as it came; None for blocks that only tools
-of the provider make."""
+"""The content of a block: text, a call, or a thinking block as received; None for others."""
 
 
-def read_body(data: bytes, reading: Reading) -> Completion:
-    """An answer in one body. Raises: ModelError when it is an error, or none."""
-    envelope = reading.parse(_decode, data, "message")
+def read_body(data: bytes, context: AnswerContext) -> Completion:
+    """Read an answer in one body. Raises: ModelError if it is an error or unreadable."""
+    envelope = context.parse(_decode, data, "message")
     if envelope.error:
-        raise _error_in(envelope.error, reading)
-    given = envelope.content
-    if given is None:
-        raise reading.unreadable("no content")
-    contents = [given] if isinstance(given, str) else map(_content, given)
-    return _completion(envelope, contents, reading)
+        raise _typed_error(envelope.error, context)
+    content = envelope.content
+    if content is None:
+        raise context.unreadable_error("no content")
+    contents = [content] if isinstance(content, str) else map(_read_block, content)
+    return _completion(envelope, contents, context)
 
 
-def _error_in(error: Any, reading: Reading) -> ModelError:
-    """The typed error of an error object inside an answer with status 200."""
+def _typed_error(error: Any, context: AnswerContext) -> ModelError:
+    """Return the typed error of an error object in an answer with status 200."""
     if isinstance(error, Mapping) and not isinstance(error.get("code"), int):
-        error = {**error, "code": _STATUS.get(str(error.get("type")), 500)}
-    return reading.fault(error)
+        error = {**error, "code": _STATUSES.get(str(error.get("type")), 500)}
+    return context.error_in_answer(error)
 
 
-def _completion(envelope: _Envelope, contents: Iterable[Content], reading: Reading) -> Completion:
-    """The answer in the internal form."""
-    message = anthropic_message(contents, reading.salt)
+def _completion(
+    envelope: _Envelope, contents: Iterable[Content], context: AnswerContext
+) -> Completion:
+    """Build the answer in the internal form."""
+    message = anthropic_message(contents, context.salt)
     if not message.content and not message.tool_calls:
-        message = msgspec.structs.replace(message, content=_explained(envelope))
+        message = msgspec.structs.replace(message, content=_refusal_explanation(envelope))
     reason = envelope.stop_reason
-    reason = _FINISH.get(reason, reason) if isinstance(reason, str) else None
-    return reading.completion(envelope, message, reason, read_anthropic_usage)
+    reason = _FINISH_REASONS.get(reason, reason) if isinstance(reason, str) else None
+    return context.completion(envelope, message, reason, read_anthropic_usage)
 
 
 def anthropic_message(contents: Iterable[Content], salt: str) -> AssistantMessage:
-    """The message that an answer's blocks make. Thinking that does not stand first remembers its
-    place."""
+    """Build the message from an answer's blocks. Thinking that is not first keeps its position."""
     texts: list[str] = []
     calls: list[ToolCall] = []
     blocks: list[dict[str, Any]] = []
@@ -130,10 +129,10 @@ def anthropic_message(contents: Iterable[Content], salt: str) -> AssistantMessag
             texts.append(content)
         elif isinstance(content, Call):
             fields = content.name, content.arguments, [content.id]
-            calls.append(read_call(*fields, calls, salt, "toolu_"))
+            calls.append(read_tool_call(*fields, calls, salt, "toolu_"))
         elif content is not None:
             place = [sum(map(len, texts)), len(calls)]
-            blocks.append({**content, AT: place} if any(place) else content)
+            blocks.append({**content, POSITION: place} if any(place) else content)
     thoughts = [t for b in blocks if isinstance(t := b.get("thinking"), str) and t]
     return AssistantMessage(
         content="".join(texts),
@@ -143,38 +142,38 @@ def anthropic_message(contents: Iterable[Content], salt: str) -> AssistantMessag
     )
 
 
-def _content(raw: msgspec.Raw) -> Content:
-    """What a block of a body holds."""
+def _read_block(raw: msgspec.Raw) -> Content:
+    """Read a block of a body."""
     try:
-        raw = msgspec.Raw(_utf8(bytes(raw)))
+        raw = msgspec.Raw(_repaired_utf8(bytes(raw)))
         block = _decode_block(raw)
     except ValueError:
         return None
     if block.type == "text" and isinstance(block.text, str):
         return block.text
     if block.type == "tool_use":
-        given = bytes(block.input)
-        return Call(block.id, block.name, "{}" if given == b"null" else given.decode())
+        arguments = bytes(block.input)
+        return Call(block.id, block.name, "{}" if arguments == b"null" else arguments.decode())
     return _opaque(decode_json(bytes(raw))) if block.type in THINKING else None
 
 
 def _opaque(form: Any) -> dict[str, Any] | None:
-    """A thinking block, unless it holds nothing: no text, no signature, no data."""
+    """Return a thinking block; None if it has no text, signature or data."""
     kept = isinstance(form, dict) and any(
         form.get(name) for name in ("thinking", "signature", "data")
     )
     return form if kept else None
 
 
-def _explained(envelope: _Envelope) -> str:
-    """Why the model refused, where it says nothing itself."""
+def _refusal_explanation(envelope: _Envelope) -> str:
+    """Return the explanation of a refusal without text."""
     details = envelope.stop_details
     reason = details.get("explanation") if isinstance(details, Mapping) else None
     return reason if isinstance(reason, str) and envelope.stop_reason == "refusal" else ""
 
 
-def _utf8(data: bytes) -> bytes:
-    """JSON in UTF-8: an undecoded part of an answer may still hold other bytes."""
+def _repaired_utf8(data: bytes) -> bytes:
+    """Repair JSON that is not valid UTF-8, as parts that were not decoded yet may be."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -183,20 +182,19 @@ def _utf8(data: bytes) -> bytes:
 
 
 class StreamDecoder(EventDecoder):
-    """A stream is complete when it says so: by `message_stop` or a stop reason. Unknown events,
-    pings among them, are of no interest."""
+    """A stream is complete after `message_stop` or a stop reason. Unknown events are ignored."""
 
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading)
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
         self._all = _Envelope()
         self._usage: dict[str, Any] = {}
         self._counted = False
         self._blocks: dict[int, _Draft] = {}
         self._takers: dict[Any, Callable[[Mapping[str, Any]], None]] = {
             "message_start": self._start,
-            "content_block_start": self._open,
-            "content_block_delta": self._grow,
-            "message_delta": self._change,
+            "content_block_start": self._open_block,
+            "content_block_delta": self._append_delta,
+            "message_delta": self._update_message,
             "message_stop": self._stop,
             "error": self._fail,
         }
@@ -209,18 +207,18 @@ class StreamDecoder(EventDecoder):
     def _answer(self) -> Completion:
         whole = self._all
         if whole.stop_reason is None:
-            raise self._reading.unfinished()
-        if not self._counted:  # the count at the start was of the first token only
+            raise self._context.truncated_error()
+        if not self._counted:  # the first count is of one token only
             self._usage.pop("output_tokens", None)
         if self._usage:
             whole.usage = msgspec.Raw(encode_json(self._usage))
         contents = (self._blocks[index].content() for index in sorted(self._blocks))
-        return _completion(whole, contents, self._reading)
+        return _completion(whole, contents, self._context)
 
     def _take(self, data: bytes) -> None:
-        if data.strip() == DONE:  # some servers end every stream in OpenAI's way
+        if data.strip() == DONE:  # some servers end every stream as OpenAI does
             return
-        form = self._reading.parse(decode_json, data)
+        form = self._context.parse(decode_json, data)
         if not isinstance(form, Mapping):
             return
         kind = "error" if form.get("error") else form.get("type")
@@ -229,30 +227,30 @@ class StreamDecoder(EventDecoder):
             take(form)
 
     def _start(self, form: Mapping[str, Any]) -> None:
-        message = part_of(form, "message")
+        message = object_field(form, "message")
         self._all.id, self._all.model = message.get("id"), message.get("model")
-        self._usage.update(_known(part_of(message, "usage")))
+        self._usage.update(_reported_counts(object_field(message, "usage")))
 
-    def _open(self, form: Mapping[str, Any]) -> None:
-        block = _Draft(part_of(form, "content_block"))
+    def _open_block(self, form: Mapping[str, Any]) -> None:
+        block = _Draft(object_field(form, "content_block"))
         self._blocks[_index(form)] = block
-        self._reading.tell(block.opening)
+        self._context.emit(block.opening)
 
-    def _grow(self, form: Mapping[str, Any]) -> None:
+    def _append_delta(self, form: Mapping[str, Any]) -> None:
         block = self._blocks.get(_index(form))
-        if block is None:  # some servers leave the start of a block out
+        if block is None:  # some servers omit the start of a block
             block = self._blocks[_index(form)] = _Draft({})
-        self._reading.tell(block.add(part_of(form, "delta")))
+        self._context.emit(block.add(object_field(form, "delta")))
 
-    def _change(self, form: Mapping[str, Any]) -> None:
-        """Usage here is of the whole answer so far: it replaces what was said before."""
-        delta = part_of(form, "delta")
+    def _update_message(self, form: Mapping[str, Any]) -> None:
+        """Usage here covers the complete answer so far: it replaces earlier counts."""
+        delta = object_field(form, "delta")
         if delta.get("stop_reason") is not None:
             self._all.stop_reason = delta["stop_reason"]
             self._all.stop_details = delta.get("stop_details")
-        counts = _known(part_of(form, "usage"))
+        counts = _reported_counts(object_field(form, "usage"))
         for name, value in counts.items():
-            # What came in never gets less: a 0 behind a count says nothing.
+            # Input counts never decrease: a 0 after a count is meaningless.
             if value != 0 or name == "output_tokens" or not self._usage.get(name):
                 self._usage[name] = value
         self._counted = self._counted or "output_tokens" in counts
@@ -262,11 +260,11 @@ class StreamDecoder(EventDecoder):
         self._all.stop_reason = self._all.stop_reason or "end_turn"
 
     def _fail(self, form: Mapping[str, Any]) -> None:
-        raise _error_in(form.get("error"), self._reading)
+        raise _typed_error(form.get("error"), self._context)
 
 
 class _Draft:
-    """One content block, delta by delta."""
+    """Accumulates the deltas of one content block."""
 
     def __init__(self, form: Mapping[str, Any]) -> None:
         self._form = dict(form)
@@ -275,7 +273,7 @@ class _Draft:
         self.opening = text if isinstance(text, str) and form.get("type") == "text" else ""
 
     def add(self, delta: Mapping[str, Any]) -> str:
-        """Take one delta; returns its visible text."""
+        """Add one delta and return its visible text."""
         for name, kind in (
             ("text", "text"),
             ("thinking", "thinking"),
@@ -291,11 +289,11 @@ class _Draft:
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a tool call, as far as it has come."""
+        """Whether it is a tool call."""
         return self._form.get("type") == "tool_use"
 
     def content(self) -> Content:
-        """What the block holds."""
+        """Return the content of the block."""
         form = self._form
         kind = form.get("type")
         if kind == "text":
@@ -312,7 +310,7 @@ class _Draft:
                 "thinking"
             )
         if "signature" in self._pieces:
-            out["signature"] = self._pieces["signature"][-1]  # it comes whole
+            out["signature"] = self._pieces["signature"][-1]  # it is never split
         return _opaque(out)
 
     def _joined(self, name: str) -> str:
@@ -324,6 +322,6 @@ def _index(form: Mapping[str, Any]) -> int:
     return index if isinstance(index, int) else 0
 
 
-def _known(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that are null say nothing: what stood before them stays."""
+def _reported_counts(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null."""
     return {k: v for k, v in usage.items() if v is not None}

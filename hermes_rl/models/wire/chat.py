@@ -16,46 +16,55 @@ from hermes_rl.models.base import (
     ModelRequest,
     TokenCapture,
 )
-from hermes_rl.models.prepare import cache_marks, outgoing
+from hermes_rl.models.prepare import cache_marks, prepare_request
 from hermes_rl.models.wire.base import (
     MessageDialect,
     Quirks,
-    sendable,
+    supported_sampling,
 )
 from hermes_rl.models.wire.decoding import (
     DONE,
+    AnswerContext,
     Envelope,
     EventDecoder,
-    Reading,
-    fitting_id,
-    flatten,
     merge_details,
-    part_of,
-    read_call,
+    object_field,
     read_chat_usage,
+    read_tool_call,
     reasoning_of,
-    split_think,
+    shorten_call_id,
+    split_content_parts,
+    split_reasoning,
+    text_or_none,
 )
 from hermes_rl.text import encode_json
 
 CHAT_COMPLETIONS = "chat_completions"
 TAIL = b"]}"
-"""The last bytes of every body. A turn's body without them begins the next turn's."""
+"""The last bytes of every body. Without them, a turn's body is a prefix of the next turn's."""
 
-MOST_ID = 40
-"""Characters of a call's id, where a provider counts them; vLLM's own have 46."""
+MAX_ID_CHARS = 40
+"""Maximum length of call IDs at providers that limit it; those of vLLM have 46 characters."""
 
-_FOREIGN = ("thinking", "redacted_thinking", "reasoning", "message", "function_call")
-"""Blocks of the other dialects: they are not replayed."""
+_BLOCKS_OF_OTHER_DIALECTS = (
+    "thinking",
+    "redacted_thinking",
+    "reasoning",
+    "message",
+    "function_call",
+)
+"""Types of reasoning blocks that are not replayed here."""
 
-_IDS = 1 << 63
-"""Token ids are stored in 64 bits at most; a larger one is a server's error."""
+_FIRST_INVALID_ID = 1 << 63
+"""Token ids are stored in 64 bits; a larger one is a server's error."""
 
 
 class ChatCompletions(MessageDialect):
-    """`request.cache` is honoured where the provider takes markers in this wire (`cache_marks`),
-    for models whose name holds `claude`. Elsewhere caching is the server's own affair, helped by a
-    key where it takes one (`cache_key`)."""
+    """The dialect of Chat Completions.
+
+    `request.cache` adds cache markers if the provider accepts them in this wire (`cache_marks`),
+    for models with `claude` in their name. Other servers cache automatically; some take a key
+    (`cache_key`)."""
 
     name = CHAT_COMPLETIONS
     path = "/chat/completions"
@@ -63,39 +72,38 @@ class ChatCompletions(MessageDialect):
     def encode(self, request: ModelRequest) -> bytes:
         return b"".join((self._head(request), b",".join(self._pieces(request)), TAIL))
 
-    def read_body(self, data: bytes, reading: Reading) -> Completion:
-        envelope = _open_envelope(data, reading)
+    def read_body(self, data: bytes, context: AnswerContext) -> Completion:
+        envelope = _open_envelope(data, context)
         choice = _first_choice(envelope.choices)
         if choice is None:
-            raise reading.unreadable("no choices")
+            raise context.unreadable_error("no choices")
         message = choice.get("message")
         form = message if isinstance(message, Mapping) else {"content": choice.get("text")}
-        return _completion(reading, envelope, form, choice.get("finish_reason"), choice)
+        return _completion(context, envelope, form, choice.get("finish_reason"), choice)
 
-    def stream(self, reading: Reading) -> EventDecoder:
-        return _StreamDecoder(reading)
+    def stream(self, context: AnswerContext) -> EventDecoder:
+        return _StreamDecoder(context)
 
     def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
         return tool
 
     def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
-        ready = outgoing(request)
-        encoded = ready.encoded(self._wire_name, self._encode)
+        prepared = prepare_request(request)
+        encoded = prepared.encoded(self._wire_name, self._encode)
         if request.cache is None or not self._quirks.cache_marks or "claude" not in request.model:
             return encoded
-        # The markers move on with each turn; what they mark is the same text, so it is still one
-        # prefix to the provider's cache.
+        # The markers move with each turn, but they are not part of the prefix that is cached.
         marked = list(encoded)
-        for place in cache_marks(ready.messages, tools=False):
-            marked[place] = _encode_marked(ready.messages[place], request.cache, self._quirks)
+        for index in cache_marks(prepared.messages, tools=False):
+            marked[index] = _encode_marked(prepared.messages[index], request.cache, self._quirks)
         return marked
 
     def _encode(self, message: Message) -> bytes:
-        return encode_json(_form(message, self._quirks))
+        return encode_json(_message_form(message, self._quirks))
 
     @cached_property
     def _wire_name(self) -> str:
-        """Names the encoding of messages; it depends on the provider."""
+        """Identifies the encoding of messages, which depends on the provider."""
         quirks = self._quirks
         replayed = f"{quirks.replay_reasoning} {quirks.needs_reasoning} {quirks.short_ids}"
         return f"{CHAT_COMPLETIONS} {replayed}"
@@ -107,7 +115,7 @@ class ChatCompletions(MessageDialect):
             if self._quirks.stream_options:
                 fields["stream_options"] = {"include_usage": True}
         for name, value in (
-            sendable(request.sampling, CHAT_COMPLETIONS, self._quirks).as_dict().items()
+            supported_sampling(request.sampling, CHAT_COMPLETIONS, self._quirks).as_dict().items()
         ):
             fields[self._field(name, request)] = value
         if request.logprobs:
@@ -115,7 +123,7 @@ class ChatCompletions(MessageDialect):
         if request.token_ids:
             fields["return_token_ids"] = True
         if request.cache is not None and self._quirks.cache_key:
-            fields["prompt_cache_key"] = outgoing(request).cache_key
+            fields["prompt_cache_key"] = prepare_request(request).cache_key
         fields.update(request.extra)
         tools = self._tools(request)
         return encode_json(fields)[:-1] + tools + b',"messages":['
@@ -127,9 +135,9 @@ class ChatCompletions(MessageDialect):
         return "reasoning_effort" if name == "reasoning" else name
 
 
-def _form(message: Message, quirks: Quirks) -> dict[str, Any]:
-    """One message as the wire has it: arguments as they are, signed reasoning blocks as received,
-    reasoning text only where it is wanted."""
+def _message_form(message: Message, quirks: Quirks) -> dict[str, Any]:
+    """Convert one message to the wire's form: arguments unchanged, signed reasoning blocks as
+    received, reasoning text only for providers that want it."""
     form = to_openai(message)
     if quirks.short_ids:
         _shorten_ids(form)
@@ -147,22 +155,26 @@ def _form(message: Message, quirks: Quirks) -> dict[str, Any]:
 
 def _shorten_ids(form: dict[str, Any]) -> None:
     for call in form.get("tool_calls", ()):
-        call["id"] = fitting_id(call["id"], MOST_ID)
+        call["id"] = shorten_call_id(call["id"], MAX_ID_CHARS)
     if "tool_call_id" in form:
-        form["tool_call_id"] = fitting_id(form["tool_call_id"], MOST_ID)
+        form["tool_call_id"] = shorten_call_id(form["tool_call_id"], MAX_ID_CHARS)
 
 
 def _replayable_blocks(details: Any) -> Any:
-    """Reasoning blocks without those of other dialects; None when there are none."""
+    """Return reasoning blocks without those of other dialects; None if none is left."""
     if not isinstance(details, list):
         return details
-    kept = [b for b in details if not (isinstance(b, dict) and b.get("type") in _FOREIGN)]
+    kept = [
+        b
+        for b in details
+        if not (isinstance(b, dict) and b.get("type") in _BLOCKS_OF_OTHER_DIALECTS)
+    ]
     return kept or None
 
 
 def _encode_marked(message: Message, kept: CacheTime, quirks: Quirks) -> bytes:
-    """A message whose last part carries a cache marker."""
-    form = _form(message, quirks)
+    """Encode a message with a cache marker on its last part."""
+    form = _message_form(message, quirks)
     marker = {"type": "ephemeral", **({"ttl": kept} if kept != "5m" else {})}
     parts = form["content"]
     if not isinstance(message, UserMessage) or isinstance(parts, str):
@@ -178,50 +190,50 @@ class _Envelope(Envelope):
 _decode = msgspec.json.Decoder(_Envelope).decode
 
 
-def _end_of(form: Mapping[str, Any], finish_reason: Any) -> Any:
-    """The finish reason; `refusal` where the message's only text is its refusal field."""
+def _finish_reason(form: Mapping[str, Any], finish_reason: Any) -> Any:
+    """Return the finish reason, or `refusal` if the message has only a refusal field."""
     refused = isinstance(form.get("refusal"), str) and not form.get("content")
     return "refusal" if refused and not form.get("tool_calls") else finish_reason
 
 
-def _open_envelope(data: bytes, reading: Reading) -> _Envelope:
-    """The top level of one JSON text. Raises: ProtocolError, or what its error object means."""
-    envelope = reading.parse(_decode, data)
+def _open_envelope(data: bytes, context: AnswerContext) -> _Envelope:
+    """Decode the top level of one JSON text. Raises: ModelError."""
+    envelope = context.parse(_decode, data)
     if envelope.error:
-        raise reading.fault(envelope.error)
+        raise context.error_in_answer(envelope.error)
     return envelope
 
 
 def _first_choice(choices: Any) -> Mapping[str, Any] | None:
-    """The first choice, if there is one."""
+    """Return the first choice, if there is one."""
     if isinstance(choices, list) and choices and isinstance(choices[0], Mapping):
         return choices[0]
     return None
 
 
-def _message_of(form: Mapping[str, Any], salt: str) -> AssistantMessage:
-    """The message of an answer.
+def _read_message(form: Mapping[str, Any], salt: str) -> AssistantMessage:
+    """Read the message of an answer.
 
     Args:
         form: the wire's message.
-        salt: makes ids of calls that came without one differ between turns.
+        salt: makes derived call IDs differ between turns.
     """
-    text, thought = flatten(form.get("content"))
+    text, thought = split_content_parts(form.get("content"))
     reasoning = reasoning_of(form) or thought
     if not text and isinstance(form.get("refusal"), str):
         text = form["refusal"]
     raw = None
     if reasoning is None:
-        text, reasoning, raw = split_think(text)
-    given = form.get("tool_calls")
-    listed = [c for c in given if isinstance(c, Mapping)] if isinstance(given, list) else []
+        text, reasoning, raw = split_reasoning(text)
+    listed = form.get("tool_calls")
+    listed = [c for c in listed if isinstance(c, Mapping)] if isinstance(listed, list) else []
     if not listed and isinstance(form.get("function_call"), Mapping):
         listed = [{"function": form["function_call"]}]
     calls: list[ToolCall] = []
     for call in listed:
         fields = call["function"] if isinstance(call.get("function"), Mapping) else call
         name, arguments = fields.get("name"), fields.get("arguments")
-        calls.append(read_call(name, arguments, [call.get("id")], calls, salt))
+        calls.append(read_tool_call(name, arguments, [call.get("id")], calls, salt))
     return AssistantMessage(
         content=text,
         reasoning_content=reasoning,
@@ -231,8 +243,8 @@ def _message_of(form: Mapping[str, Any], salt: str) -> AssistantMessage:
     )
 
 
-def _capture_of(envelope: _Envelope, choice: Mapping[str, Any]) -> TokenCapture | None:
-    """Token ids and logprobs, in the places where vLLM, SGLang and the embedded server put them."""
+def _read_tokens(envelope: _Envelope, choice: Mapping[str, Any]) -> TokenCapture | None:
+    """Read token ids and logprobs from the fields of vLLM, SGLang and the embedded server."""
     prompt = envelope.prompt_token_ids or choice.get("prompt_token_ids")
     sampled = choice.get("token_ids")
     sampled = choice.get("response_token_ids") if sampled is None else sampled
@@ -245,7 +257,7 @@ def _capture_of(envelope: _Envelope, choice: Mapping[str, Any]) -> TokenCapture 
         prompt_ids=_integers(prompt),
         completion_ids=_integers(sampled),
         logprobs=_floats(values),
-        logprobs_kind=_kind(choice.get("logprobs_kind")),
+        logprobs_kind=_read_logprobs_kind(choice.get("logprobs_kind")),
     )
     empty = capture.prompt_ids is capture.completion_ids is capture.logprobs is None
     return None if empty else capture
@@ -254,7 +266,11 @@ def _capture_of(envelope: _Envelope, choice: Mapping[str, Any]) -> TokenCapture 
 def _integers(values: Any) -> tuple[int, ...] | None:
     if not isinstance(values, list):
         return None
-    return tuple(values) if all(type(v) is int and 0 <= v < _IDS for v in values) else None
+    return (
+        tuple(values)
+        if all(type(v) is int and 0 <= v < _FIRST_INVALID_ID for v in values)
+        else None
+    )
 
 
 def _floats(values: Any) -> tuple[float, ...] | None:
@@ -266,70 +282,70 @@ def _floats(values: Any) -> tuple[float, ...] | None:
         return None
 
 
-def _kind(value: Any) -> LogprobsKind:
+def _read_logprobs_kind(value: Any) -> LogprobsKind:
     kinds: tuple[LogprobsKind, ...] = ("sampling", "raw", "constrained")
     return next((k for k in kinds if k == value), "unknown")
 
 
 def _completion(
-    reading: Reading,
+    context: AnswerContext,
     envelope: _Envelope,
     form: Mapping[str, Any],
     finish_reason: Any,
     choice: Mapping[str, Any],
 ) -> Completion:
-    """The answer in the internal form.
+    """Build the answer in the internal form.
 
     Args:
         form: the wire's message.
         choice: has its token ids and logprobs.
     """
-    message, reason = _message_of(form, reading.salt), _end_of(form, finish_reason)
-    tokens = _capture_of(envelope, choice)
-    return reading.completion(envelope, message, reason, read_chat_usage, tokens)
+    message, reason = _read_message(form, context.salt), _finish_reason(form, finish_reason)
+    tokens = _read_tokens(envelope, choice)
+    return context.completion(envelope, message, reason, read_chat_usage, tokens)
 
 
 class _StreamDecoder(EventDecoder):
-    """A stream is complete when it says so: by `[DONE]` or a finish reason."""
+    """A stream is complete after `[DONE]` or a finish reason."""
 
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading)
-        self._all = _Envelope()
-        self._gathered = _Gathered()
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
+        self._envelope = _Envelope()
+        self._streamed_choice = _StreamedChoice()
 
     @property
     def in_call(self) -> bool:
         """Whether a tool call has begun."""
-        return self._gathered.in_call
+        return self._streamed_choice.in_call
 
     def _answer(self) -> Completion:
-        gathered = self._gathered
-        if not self.done and gathered.finish_reason is None:
-            raise self._reading.unfinished()
-        form, choice = gathered.message(), gathered.choice()
-        return _completion(self._reading, self._all, form, gathered.finish_reason, choice)
+        choice_so_far = self._streamed_choice
+        if not self.done and choice_so_far.finish_reason is None:
+            raise self._context.truncated_error()
+        form, choice = choice_so_far.message(), choice_so_far.choice()
+        return _completion(self._context, self._envelope, form, choice_so_far.finish_reason, choice)
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:
             self.done = True
             return
-        chunk = _open_envelope(data, self._reading)
-        whole = self._all
-        whole.id = whole.id or chunk.id
-        whole.model = whole.model or chunk.model
-        whole.prompt_token_ids = whole.prompt_token_ids or chunk.prompt_token_ids
-        whole.policy_version = chunk.policy_version or whole.policy_version
+        chunk = _open_envelope(data, self._context)
+        envelope = self._envelope
+        envelope.id = envelope.id or chunk.id
+        envelope.model = envelope.model or chunk.model
+        envelope.prompt_token_ids = envelope.prompt_token_ids or chunk.prompt_token_ids
+        envelope.policy_version = chunk.policy_version or envelope.policy_version
         if bytes(chunk.usage) not in (b"null", b"{}"):
-            # Some servers send running totals: the last object is the one that counts. The copy
-            # lets the chunk's buffer go.
-            whole.usage = msgspec.Raw(bytes(chunk.usage))
+            # Some servers send running totals: the last object counts. The copy releases the
+            # chunk's buffer.
+            envelope.usage = msgspec.Raw(bytes(chunk.usage))
         choice = _first_choice(chunk.choices)
         if choice is not None:
-            self._reading.tell(self._gathered.add(choice))
+            self._context.emit(self._streamed_choice.add(choice))
 
 
-class _Gathered:
-    """The first choice of a stream, delta by delta."""
+class _StreamedChoice:
+    """Accumulates the deltas of a stream's first choice."""
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
@@ -348,17 +364,17 @@ class _Gathered:
         return bool(self._calls)
 
     def add(self, choice: Mapping[str, Any]) -> str:
-        """Take one delta; returns its visible text."""
+        """Add one delta and return its visible text."""
         reason = choice.get("finish_reason")
         if isinstance(reason, str):
             self.finish_reason = reason
         self._add_tokens(choice)
         delta = choice.get("delta")
         if not isinstance(delta, Mapping):
-            delta = choice.get("message")  # a whole message where a delta was due
+            delta = choice.get("message")  # a complete message in place of a delta
         if not isinstance(delta, Mapping):
             return ""
-        text, thought = flatten(delta.get("content"))
+        text, thought = split_content_parts(delta.get("content"))
         self._content.append(text)
         self._reasoning.append(reasoning_of(delta) or thought or "")
         if isinstance(delta.get("refusal"), str):
@@ -368,7 +384,7 @@ class _Gathered:
         return text
 
     def message(self) -> dict[str, Any]:
-        """The message as a body would hold it."""
+        """Return the message as it would be in a body."""
         return {
             "content": "".join(self._content),
             "reasoning_content": "".join(self._reasoning) or None,
@@ -378,7 +394,7 @@ class _Gathered:
         }
 
     def choice(self) -> dict[str, Any]:
-        """The choice's token fields as a body would hold them."""
+        """Return the choice's token fields as they would be in a body."""
         return {
             **self._choice,
             "token_ids": self._token_ids,
@@ -399,28 +415,28 @@ class _Gathered:
 
     def _add_calls(self, delta: Mapping[str, Any]) -> None:
         pieces = delta.get("tool_calls")
-        if isinstance(delta.get("function_call"), Mapping):  # the form before tool calls
+        if isinstance(delta.get("function_call"), Mapping):  # the predecessor of tool calls
             pieces = [{"index": 0, "function": delta["function_call"]}]
         for piece in pieces if isinstance(pieces, list) else ():
             if isinstance(piece, Mapping):
                 self._call_for(piece).add(piece)
 
     def _call_for(self, piece: Mapping[str, Any]) -> _Call:
-        """The call that a piece continues, or a new one.
+        """Return the call that a fragment continues, or a new one.
 
-        By index; where servers leave it out, or give every call the same, a new id with a name
-        begins a new call, and a piece without either goes on with the last one.
+        Calls are matched by index. For servers that omit it or repeat one index, a new ID with a
+        name begins a new call, and a fragment with neither continues the last one.
         """
-        index, given = piece.get("index"), piece.get("id")
-        named = bool(part_of(piece, "function").get("name"))
+        index, call_id = piece.get("index"), piece.get("id")
+        named = bool(object_field(piece, "function").get("name"))
         known: _Call | None = None
         if isinstance(index, int):
             known = next((c for c in reversed(self._calls) if c.index == index), None)
-        elif given:
-            known = next((c for c in self._calls if c.id == given), None)
+        elif call_id:
+            known = next((c for c in self._calls if c.id == call_id), None)
         elif self._calls and not named:
             known = self._calls[-1]
-        if known is not None and not (named and given and known.id and known.id != given):
+        if known is not None and not (named and call_id and known.id and known.id != call_id):
             return known
         call = _Call(index if isinstance(index, int) else None)
         self._calls.append(call)
@@ -435,10 +451,9 @@ class _Call:
         self._arguments: list[str] = []
 
     def add(self, piece: Mapping[str, Any]) -> None:
-        given = piece.get("id")
-        if isinstance(given, str) and given:
-            self.id = given
-        function = part_of(piece, "function")
+        if call_id := text_or_none(piece.get("id")):
+            self.id = call_id
+        function = object_field(piece, "function")
         name = function.get("name")
         if isinstance(name, str) and name != self._name:  # some repeat it in every piece
             self._name += name

@@ -1,8 +1,7 @@
-"""What the decoders of all dialects share: an answer's bytes, events, reasoning, ids and usage.
+"""Shared parts of all answer decoders: bodies, events, reasoning, call IDs and usage.
 
-A dialect has a function that reads a whole body and a subclass of `EventDecoder` that takes the
-events of a stream. Readers of usage return None unless the counts of input and output tokens are
-both present.
+A dialect has a function that reads a complete body and a subclass of `EventDecoder` for streams.
+Usage readers return None unless both input and output tokens are counted.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ DONE = b"[DONE]"
 """The data of the last event of Chat Completions."""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message (or delta) that may hold reasoning text; the first that does counts, because
-servers in transition send the same text in two."""
+"""Fields of a message or delta that may contain reasoning text. Only the first one that does is
+read, because some servers send the same text in two fields."""
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
 class ReplyHead:
-    """The head of an answer, as far as decoders need it."""
+    """The parts of an answer's head that decoders need."""
 
     headers: Mapping[str, str]
     """Names in lower case."""
@@ -54,24 +53,24 @@ class Decoder(Protocol):
     """Decodes one answer as its bytes arrive."""
 
     done: bool
-    """The answer is complete by its own statement; further bytes are ignored."""
+    """The answer says that it is complete; further bytes are ignored."""
 
     @property
     def in_call(self) -> bool:
-        """Whether a tool call has begun: what is missing of a broken answer is then a call."""
+        """Whether a tool call has begun, so that a broken-off answer is missing part of a call."""
         ...
 
     def feed(self, piece: bytes) -> None:
-        """Take the next bytes. Raises: ModelError when they hold an error."""
+        """Decode the next bytes. Raises: ModelError for an error object in them."""
         ...
 
     def finish(self) -> Completion:
-        """The answer. Raises: ModelError when it is not complete."""
+        """Return the answer. Raises: ModelError if it is not complete."""
         ...
 
 
 class Envelope(msgspec.Struct):
-    """The top level that the answers of all wires have. Usage stays as it came: it is evidence."""
+    """The fields that answers of all wires have. Usage is kept as received, as evidence."""
 
     id: Any = None
     model: Any = None
@@ -81,39 +80,39 @@ class Envelope(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The context of one answer while it is read."""
+class AnswerContext:
+    """What decoding one answer depends on besides its bytes."""
 
     head: ReplyHead
     secrets: Iterable[str] = ()
     """Texts that must not appear in errors."""
     salt: str = ""
-    """Makes ids of calls that came without one differ between turns."""
+    """Makes derived call IDs differ between turns."""
     on_delta: Callable[[str], None] | None = None
     """Called with the answer's text as it arrives."""
 
-    def tell(self, text: str) -> None:
-        """Pass visible text to `on_delta`."""
+    def emit(self, text: str) -> None:
+        """Pass streamed text to `on_delta`."""
         if text and self.on_delta is not None:
             self.on_delta(text)
 
-    def unreadable(self, why: str) -> ProtocolError:
-        """The error for an answer that was served but cannot be read."""
-        return self._broken(f"the answer cannot be read: {why}")
+    def unreadable_error(self, why: str) -> ProtocolError:
+        """Return the error for an answer that was served but cannot be read."""
+        return self._protocol_error(f"the answer cannot be read: {why}")
 
-    def unfinished(self) -> ProtocolError:
-        """The error for a stream that broke off."""
-        return self._broken("the stream ended before its answer was complete")
+    def truncated_error(self) -> ProtocolError:
+        """Return the error for a stream that broke off."""
+        return self._protocol_error("the stream ended before its answer was complete")
 
-    def fault(self, error: Any) -> ModelError:
-        """The typed error of an error object inside an answer with status 200."""
+    def error_in_answer(self, error: Any) -> ModelError:
+        """Return the typed error for an error object in an answer with status 200."""
         return classify_in_answer(error, self.head.headers, secrets=self.secrets)
 
     def parse(self, decode: Callable[[bytes], T], data: bytes, what: str = "JSON object") -> T:
-        """Decode one JSON text, repaired where it is not valid UTF-8.
+        """Decode one JSON text, after repair if it is not valid UTF-8.
 
         Args:
-            what: the kind of text that was expected, for the error.
+            what: the expected kind of text, for the error.
 
         Raises: ProtocolError if it is not JSON.
         """
@@ -125,7 +124,7 @@ class Reading:
             return decode(repair_json(data))
         except (ValueError, RecursionError):
             shown = data[:80].decode("utf-8", "replace")
-            raise self.unreadable(f"no {what}: {shown!r}") from None
+            raise self.unreadable_error(f"no {what}: {shown!r}") from None
 
     def completion(
         self,
@@ -135,14 +134,14 @@ class Reading:
         read_usage: Callable[[Any], Usage | None],
         tokens: TokenCapture | None = None,
     ) -> Completion:
-        """The answer in the internal form. An id in the headers goes before that in the answer, the
-        answer's policy version before that in the headers."""
+        """Build the answer in the internal form. A request ID in the headers takes precedence over
+        the body's, and the body's policy version over the headers'."""
         raw = bytes(envelope.usage)
         version = envelope.policy_version or self.head.headers.get("x-policy-version")
         return Completion(
             message=message,
             finish_reason=finish_reason if isinstance(finish_reason, str) else None,
-            usage=read_usage(_loose(raw)),
+            usage=read_usage(_decode_or_none(raw)),
             usage_raw=None if raw == b"null" else raw.decode("utf-8", "replace"),
             request_id=request_id(self.head.headers) or text_or_none(envelope.id),
             served_model=text_or_none(envelope.model),
@@ -152,7 +151,7 @@ class Reading:
             rate_limit=rate_headers(self.head.headers),
         )
 
-    def _broken(self, text: str) -> ProtocolError:
+    def _protocol_error(self, text: str) -> ProtocolError:
         shown = scrub(text, self.secrets)
         return ProtocolError(shown, request_id=request_id(self.head.headers), served=True)
 
@@ -161,15 +160,17 @@ class BodyDecoder:
     """An answer in one JSON body.
 
     Args:
-        read: what the dialect makes of the whole body. Raises: ModelError.
+        read: the dialect's reader of complete bodies. Raises: ModelError.
     """
 
     in_call = False
-    """Of a broken body nothing is read."""
+    """A body that breaks off is discarded."""
 
-    def __init__(self, reading: Reading, read: Callable[[bytes, Reading], Completion]) -> None:
+    def __init__(
+        self, context: AnswerContext, read: Callable[[bytes, AnswerContext], Completion]
+    ) -> None:
         self.done = False
-        self._reading, self._read = reading, read
+        self._context, self._read = context, read
         self._pieces: list[bytes] = []
 
     def feed(self, piece: bytes) -> None:
@@ -178,16 +179,16 @@ class BodyDecoder:
 
     def finish(self) -> Completion:
         """See `Decoder.finish`."""
-        answer = self._read(b"".join(self._pieces), self._reading)
-        self._reading.tell(answer.message.content)
+        answer = self._read(b"".join(self._pieces), self._context)
+        self._context.emit(answer.message.content)
         return answer
 
 
 class EventReader:
-    """Cuts a byte stream into the data of its events.
+    """Splits a byte stream into the data of its server-sent events.
 
-    Lines end in LF, CR LF or CR; comments (lines that begin with a colon, as keep-alives do) and
-    other fields are left out; an event's data lines are joined by LF.
+    Lines end in LF, CR LF or CR. Comments (lines that begin with a colon, such as keep-alives) and
+    other fields are ignored. The data lines of an event are joined by LF.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class EventReader:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that are complete now."""
+        """Return the data of the events that are now complete."""
         buffer = self._rest + piece
         if b"\r" in buffer:
             held = buffer.endswith(b"\r")  # perhaps the first half of CR LF
@@ -212,18 +213,18 @@ class EventReader:
         return events
 
     def close(self) -> list[bytes]:
-        """The last event of a stream whose final blank line is missing."""
+        """Return the last event of a stream without a final blank line."""
         events = self.feed(b"\n\n")
         self._rest, self._data = b"", []
         return events
 
 
 class EventDecoder(ABC):
-    """An answer in server-sent events. A stream is complete when it says so."""
+    """Decodes an answer in server-sent events. The stream itself says when it is complete."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, context: AnswerContext) -> None:
         self.done = False
-        self._reading = reading
+        self._context = context
         self._events = EventReader()
 
     @property
@@ -244,77 +245,77 @@ class EventDecoder(ABC):
 
     @abstractmethod
     def _take(self, data: bytes) -> None:
-        """Take the data of one event. Raises: ModelError when it is an error."""
+        """Handle the data of one event. Raises: ModelError for an error event."""
 
     @abstractmethod
     def _answer(self) -> Completion:
-        """What the events made. Raises: ModelError when that is not complete."""
+        """Build the answer from the events. Raises: ModelError if it is not complete."""
 
 
-def read_call(
+def read_tool_call(
     name: Any,
     arguments: Any,
     ids: Iterable[Any],
-    before: Sequence[ToolCall],
+    earlier: Sequence[ToolCall],
     salt: str,
     prefix: str = "call_",
 ) -> ToolCall:
-    """A tool call of an answer. Its id is the first of `ids` that is a text; where there is none,
-    or another call has it, one is made.
+    """Build a tool call of an answer.
 
     Args:
-        before: the calls that stand before it in the answer.
-        salt: makes the ids differ between turns.
+        ids: candidates for its ID. The first text is taken; if there is none, or an earlier call
+            has it, an ID is derived.
+        earlier: the calls before it in the answer.
+        salt: makes derived IDs differ between turns.
     """
     text = name if isinstance(name, str) else ""
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else encode_json(arguments).decode()
-    given = next(filter(text_or_none, ids), None)
-    if given is None or any(call.id == given for call in before):
-        given = made_id(f"{salt}\0{len(before)}\0{text}\0{arguments}", prefix)
-    return ToolCall(id=given, name=text, arguments=arguments)
+    call_id = next(filter(text_or_none, ids), None)
+    if call_id is None or any(call.id == call_id for call in earlier):
+        call_id = derive_call_id(f"{salt}\0{len(earlier)}\0{text}\0{arguments}", prefix)
+    return ToolCall(id=call_id, name=text, arguments=arguments)
 
 
-def made_id(text: str, prefix: str = "call_") -> str:
-    """An id for a call that came without one: the same text always gets the same."""
+def derive_call_id(text: str, prefix: str = "call_") -> str:
+    """Derive a call ID from a text, deterministically."""
     return prefix + hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
 
 
-def fitting_id(given: str, most: int) -> str:
-    """An id of a call (or of its result) with at most `most` characters: another one, made of it,
-    stands for one that is longer."""
-    return given if len(given) <= most else made_id(given)
+def shorten_call_id(call_id: str, max_chars: int) -> str:
+    """Return the ID, or one derived from it if it has more than `max_chars` characters."""
+    return call_id if len(call_id) <= max_chars else derive_call_id(call_id)
 
 
 def text_or_none(value: Any) -> str | None:
-    """The value where it is text that is not empty."""
+    """Return the value if it is a non-empty string."""
     return value if isinstance(value, str) and value else None
 
 
-def part_of(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object in a field; an empty one where there is none."""
+def object_field(form: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object in a field, or an empty one."""
     value = form.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
-def _loose(raw: bytes) -> Any:
+def _decode_or_none(raw: bytes) -> Any:
     try:
         return decode_json(raw)
     except ValueError:
         return None
 
 
-class Thought(NamedTuple):
-    """A text with its reasoning taken out."""
+class SplitText(NamedTuple):
+    """A text split into answer and reasoning."""
 
     content: str
     reasoning: str | None
     raw: str | None
-    """The exact text, where taking out changed it."""
+    """The original text, if splitting changed it."""
 
 
 def reasoning_of(form: Mapping[str, Any]) -> str | None:
-    """The reasoning text of a message or delta; None when it has none."""
+    """Return the reasoning text of a message or delta, if it has any."""
     for name in REASONING_FIELDS:
         value = form.get(name)
         if isinstance(value, str) and value:
@@ -322,51 +323,51 @@ def reasoning_of(form: Mapping[str, Any]) -> str | None:
     return None
 
 
-def split_think(text: str) -> Thought:
-    """Take `<think>…</think>` out of a text's head.
+def split_reasoning(text: str) -> SplitText:
+    """Split `<think>…</think>` from the beginning of a text.
 
-    An opening tag may be missing (templates that write it into the prompt), and so may the closing
-    one (an answer cut by its length): then all of the text is reasoning.
+    The opening tag may be missing (some templates put it into the prompt). So may the closing one
+    (the answer reached its length limit): then the complete text is reasoning.
     """
     if _OPEN not in text and _CLOSE not in text:
-        return Thought(text, None, None)
+        return SplitText(text, None, None)
     head = text.lstrip()
     if head.startswith(_OPEN):
         inner, closed, rest = head[len(_OPEN) :].partition(_CLOSE)
-        return Thought(rest.lstrip() if closed else "", inner.strip(), text)
+        return SplitText(rest.lstrip() if closed else "", inner.strip(), text)
     inner, closed, rest = text.partition(_CLOSE)
     if closed and _OPEN not in inner:
-        return Thought(rest.lstrip(), inner.strip(), text)
-    return Thought(text, None, None)
+        return SplitText(rest.lstrip(), inner.strip(), text)
+    return SplitText(text, None, None)
 
 
-def flatten(content: Any) -> tuple[str, str | None]:
-    """Text and reasoning of a content field: text, null, or a list of parts."""
+def split_content_parts(content: Any) -> tuple[str, str | None]:
+    """Return text and reasoning of a content field, which is text, null, or a list of parts."""
     if isinstance(content, str):
         return content, None
     if not isinstance(content, list):
         return "", None
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     for part in content:
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, Mapping) and part.get("type") == "thinking":
             inner = part.get("thinking")
-            thoughts.append(inner if isinstance(inner, str) else flatten(inner)[0])
+            reasoning.append(inner if isinstance(inner, str) else split_content_parts(inner)[0])
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
-    return "".join(texts), "".join(thoughts) or None
+    return "".join(texts), "".join(reasoning) or None
 
 
 def merge_details(details: list[Any], more: Any) -> None:
-    """Add the reasoning blocks of a stream's delta: pieces of one block are joined in place."""
+    """Add the reasoning blocks of a stream's delta; fragments of one block are joined in place."""
     for block in more if isinstance(more, list) else ():
         last = details[-1] if details else None
         if last is not None and _same_block(last, block):
             for key, value in block.items():
-                grows = key in ("text", "summary", "data") and isinstance(last.get(key), str)
-                last[key] = last[key] + value if grows and isinstance(value, str) else value
+                joined = key in ("text", "summary", "data") and isinstance(last.get(key), str)
+                last[key] = last[key] + value if joined and isinstance(value, str) else value
         else:
             details.append(dict(block) if isinstance(block, dict) else block)
 
@@ -377,14 +378,14 @@ def _same_block(a: Any, b: Any) -> bool:
     return (a.get("type"), a.get("index")) == (b.get("type"), b.get("index"))
 
 
-class BrokenOff(ConnectionLost):
-    """A streamed answer broke off after some text, and the request was `continuable`.
+class AnswerInterrupted(ConnectionLost):
+    """A streamed answer to a `continuable` request broke off after some text.
 
-    The caller can request the rest, so the request is not retried as a whole.
+    The caller can request the rest, so the request is not retried.
 
     Args:
-        text: what had arrived, without reasoning.
-        in_call: whether a tool call had begun behind it.
+        text: the text so far, without reasoning.
+        in_call: whether a tool call had begun after it.
     """
 
     transient = False
@@ -397,7 +398,7 @@ class BrokenOff(ConnectionLost):
         self.in_call = in_call
 
 
-class Beginning:
+class StreamedText:
     """Collects the streamed text of one request.
 
     Args:
@@ -407,86 +408,89 @@ class Beginning:
     def __init__(self, request: ModelRequest) -> None:
         self._pieces: list[str] = []
         self._on_delta = request.on_delta
-        self._wanted = request.continuable
-        self.request = replace(request, on_delta=self._collect) if self._wanted else request
+        self._collects = request.continuable
+        self.request = replace(request, on_delta=self._on_piece) if self._collects else request
 
     @contextmanager
-    def kept(self, decoder: Decoder) -> Iterator[None]:
-        """Around the reading of the answer. Raises: BrokenOff in place of an error behind text."""
+    def errors_with_text(self, decoder: Decoder) -> Iterator[None]:
+        """Raise AnswerInterrupted in place of an error that follows some text."""
         try:
             yield
         except (ConnectionLost, ModelTimeout, ProtocolError) as error:
-            text = split_think("".join(self._pieces)).content
+            text = split_reasoning("".join(self._pieces)).content
             if not text.strip():
                 raise
-            raise BrokenOff(error, text, decoder.in_call) from error
+            raise AnswerInterrupted(error, text, decoder.in_call) from error
 
-    def _collect(self, piece: str) -> None:
+    def _on_piece(self, piece: str) -> None:
         self._pieces.append(piece)
         if self._on_delta is not None:
             self._on_delta(piece)
 
 
-_ABSURD = 1 << 40
-"""No call has so many tokens: a count like this is a server's error, and sums must fit 64 bits."""
+_MAX_PLAUSIBLE = 1 << 40
+"""A larger count of tokens is a server's error, and sums must fit into 64 bits."""
 
 
 def read_chat_usage(form: Any) -> Usage | None:
-    """The usage of Chat Completions, in the spellings of several providers.
+    """Read the usage of Chat Completions, in the spellings of several providers.
 
-    Cached tokens: `prompt_tokens_details.cached_tokens` (OpenAI, vLLM, SGLang), or
-    `prompt_cache_hit_tokens` (DeepSeek), or `cached_tokens` (Moonshot). Where a provider leaves
-    reasoning out of `completion_tokens` (its total then is the sum of all three), it is added.
-    Rejected predictions are part of `completion_tokens` already. `cost` is OpenRouter's.
+    Cached tokens are `prompt_tokens_details.cached_tokens` (OpenAI, vLLM, SGLang),
+    `prompt_cache_hit_tokens` (DeepSeek) or `cached_tokens` (Moonshot). If `completion_tokens` does
+    not include reasoning (the total is then the sum of all three), reasoning is added. Rejected
+    predictions are part of `completion_tokens`. `cost` is OpenRouter's.
     """
     if not isinstance(form, Mapping):
         return None
     prompt, output = count_of(form.get("prompt_tokens")), count_of(form.get("completion_tokens"))
     if prompt is None or output is None:
         return None
-    given, taken = (
-        part_of(form, "prompt_tokens_details"),
-        part_of(form, "completion_tokens_details"),
-    )
-    reasoning = _first(taken.get("reasoning_tokens"), form.get("reasoning_tokens"))
+    prompt_details = object_field(form, "prompt_tokens_details")
+    output_details = object_field(form, "completion_tokens_details")
+    reasoning = _first_count(output_details.get("reasoning_tokens"), form.get("reasoning_tokens"))
     if reasoning and form.get("total_tokens") == prompt + output + reasoning:
         output += reasoning
-    cached = _first(
-        given.get("cached_tokens"), form.get("prompt_cache_hit_tokens"), form.get("cached_tokens")
+    cached = _first_count(
+        prompt_details.get("cached_tokens"),
+        form.get("prompt_cache_hit_tokens"),
+        form.get("cached_tokens"),
     )
-    written = _first(given.get("cache_write_tokens"), form.get("cache_write_tokens"))
+    written = _first_count(prompt_details.get("cache_write_tokens"), form.get("cache_write_tokens"))
     return Usage(
         input_tokens=prompt,
-        cache_read_tokens=_within(cached, prompt),
-        cache_write_tokens=_within(written, prompt),
+        cache_read_tokens=_plausible_part(cached, prompt),
+        cache_write_tokens=_plausible_part(written, prompt),
         output_tokens=output,
-        reasoning_tokens=_within(reasoning, output),
-        reported_cost=_amount(form.get("cost")),
+        reasoning_tokens=_plausible_part(reasoning, output),
+        reported_cost=_read_amount(form.get("cost")),
     )
 
 
 def read_responses_usage(form: Any) -> Usage | None:
-    """The usage of the Responses API: input includes cached tokens, output includes reasoning."""
+    """Read the usage of the Responses API. Input includes cached tokens, output reasoning."""
     if not isinstance(form, Mapping):
         return None
     prompt, output = count_of(form.get("input_tokens")), count_of(form.get("output_tokens"))
     if prompt is None or output is None:
         return None
-    given, taken = part_of(form, "input_tokens_details"), part_of(form, "output_tokens_details")
+    prompt_details = object_field(form, "input_tokens_details")
+    output_details = object_field(form, "output_tokens_details")
     return Usage(
         input_tokens=prompt,
-        cache_read_tokens=_within(count_of(given.get("cached_tokens")), prompt),
-        cache_write_tokens=_within(count_of(given.get("cache_write_tokens")), prompt),
+        cache_read_tokens=_plausible_part(count_of(prompt_details.get("cached_tokens")), prompt),
+        cache_write_tokens=_plausible_part(
+            count_of(prompt_details.get("cache_write_tokens")), prompt
+        ),
         output_tokens=output,
-        reasoning_tokens=_within(count_of(taken.get("reasoning_tokens")), output),
+        reasoning_tokens=_plausible_part(count_of(output_details.get("reasoning_tokens")), output),
     )
 
 
 def read_anthropic_usage(form: Any) -> Usage | None:
-    """The usage of the Messages API.
+    """Read the usage of the Messages API.
 
-    The wire's `input_tokens` leaves out tokens read from and written to the cache; our record
-    includes them. `output_tokens` includes thinking.
+    Its `input_tokens` excludes tokens read from and written to the cache; ours include them.
+    `output_tokens` includes thinking.
     """
     if not isinstance(form, Mapping):
         return None
@@ -495,35 +499,35 @@ def read_anthropic_usage(form: Any) -> Usage | None:
         return None
     read = count_of(form.get("cache_read_input_tokens"))
     written = count_of(form.get("cache_creation_input_tokens"))
-    hour = count_of(part_of(form, "cache_creation").get("ephemeral_1h_input_tokens"))
-    thought = count_of(part_of(form, "output_tokens_details").get("thinking_tokens"))
+    hour = count_of(object_field(form, "cache_creation").get("ephemeral_1h_input_tokens"))
+    thought = count_of(object_field(form, "output_tokens_details").get("thinking_tokens"))
     return Usage(
         input_tokens=fresh + (read or 0) + (written or 0),
         cache_read_tokens=read,
         cache_write_tokens=written,
-        cache_write_1h_tokens=_within(hour, written),
+        cache_write_1h_tokens=_plausible_part(hour, written),
         output_tokens=output,
-        reasoning_tokens=_within(thought, output),
+        reasoning_tokens=_plausible_part(thought, output),
     )
 
 
 def count_of(value: Any) -> int | None:
-    """A count of tokens as a provider sends it; None for anything else."""
+    """Return a token count as a provider sends it; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
-    return value if 0 <= value < _ABSURD else None
+    return value if 0 <= value < _MAX_PLAUSIBLE else None
 
 
-def _amount(value: Any) -> float | None:
+def _read_amount(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 <= value < _ABSURD else None
+    return float(value) if 0 <= value < _MAX_PLAUSIBLE else None
 
 
-def _first(*values: Any) -> int | None:
+def _first_count(*values: Any) -> int | None:
     return next((n for n in map(count_of, values) if n is not None), None)
 
 
-def _within(part: int | None, whole: int | None) -> int | None:
-    """A part that is larger than its whole is a provider's error: it counts as unknown."""
+def _plausible_part(part: int | None, whole: int | None) -> int | None:
+    """Return the part; None if it exceeds its whole, which is a provider's error."""
     return part if part is not None and whole is not None and part <= whole else None

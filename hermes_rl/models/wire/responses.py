@@ -6,10 +6,10 @@ system prompt is `instructions`; it comes before the input, so a conversation's 
 the next turn's. The wire has no field for token ids and returns no prompt logprobs; caching is
 automatic, helped by a key if the provider accepts one (`cache_key`).
 
-A response is a list of items: reasoning, messages and function calls. Ours is one message with its
-text, its calls and `reasoning_details`. The usual order (reasoning, one message, calls) needs no
-note. Any other order, and a message's `phase`, is noted in `reasoning_details` beside the reasoning
-items, so that a replay has the items as they came:
+A response is a list of items: reasoning, messages and function calls. The internal form is one
+message with text, calls and `reasoning_details`. Any order of items other than reasoning, one
+message, calls, and a message's `phase`, is noted in `reasoning_details` beside the reasoning items,
+so that a replay sends the items in their original order:
 
     {"type": "message", "phase": "commentary", "chars": 12}     text of so many characters
     {"type": "function_call", "call_id": "call_1"}
@@ -32,80 +32,82 @@ from hermes_rl.messages import (
     UserMessage,
 )
 from hermes_rl.models.base import Completion, ModelRequest, TokenCapture
-from hermes_rl.models.prepare import blocks_of, outgoing, says_something
+from hermes_rl.models.prepare import blocks_of, has_text_or_calls, prepare_request
 from hermes_rl.models.wire.base import (
     MessageDialect,
     Quirks,
-    sendable,
+    supported_sampling,
 )
 from hermes_rl.models.wire.decoding import (
     DONE,
+    AnswerContext,
     Envelope,
     EventDecoder,
-    Reading,
-    fitting_id,
-    read_call,
     read_responses_usage,
-    split_think,
+    read_tool_call,
+    shorten_call_id,
+    split_reasoning,
     text_or_none,
 )
 from hermes_rl.text import encode_json
 
 CODEX_RESPONSES = "codex_responses"
 TAIL = b"]}"
-"""The last bytes of every body. A turn's body without them begins the next turn's."""
-MOST_ID = 64
-"""Characters of a call's id; other providers have longer ones."""
+"""The last bytes of every body. Without them, a turn's body is a prefix of the next turn's."""
+MAX_ID_CHARS = 64
+"""Maximum length of call IDs; other providers have longer ones."""
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 
 REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
 SEPARATOR = "\n\n"
-"""Between the texts of several messages."""
+"""Joins the texts of several messages."""
 
 
 class Responses(MessageDialect):
-    """One per client."""
+    """The dialect of the Responses API. One per client."""
 
     name = CODEX_RESPONSES
     path = "/responses"
 
     def encode(self, request: ModelRequest) -> bytes:
-        ready = outgoing(request)
+        prepared = prepare_request(request)
         items = [
-            items for items in ready.encoded(CODEX_RESPONSES, encode_message)[ready.lead :] if items
+            items
+            for items in prepared.encoded(CODEX_RESPONSES, encode_message)[prepared.lead :]
+            if items
         ]
-        head = encode_json(_fields(request, ready.system, self._quirks))[:-1]
+        head = encode_json(_fields(request, prepared.system, self._quirks))[:-1]
         return b"".join((head, self._tools(request), b',"input":[', b",".join(items), TAIL))
 
-    def read_body(self, data: bytes, reading: Reading) -> Completion:
-        response = reading.parse(_decode, data)
+    def read_body(self, data: bytes, context: AnswerContext) -> Completion:
+        response = context.parse(_decode, data)
         if not isinstance(response.output, list):
-            raise _failure(response, reading) or reading.unreadable("no output")
-        return _completion(response, response.output, reading)
+            raise _failure(response, context) or context.unreadable_error("no output")
+        return _completion(response, response.output, context)
 
-    def stream(self, reading: Reading) -> EventDecoder:
-        return _StreamDecoder(reading)
+    def stream(self, context: AnswerContext) -> EventDecoder:
+        return _StreamDecoder(context)
 
     def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        """Left to itself, the API would make a function strict."""
+        """See `MessageDialect._tool`. By default the API would make functions strict."""
         function = tool.get("function")
         if not isinstance(function, dict):
             return tool
         return {"type": "function", "strict": False, **function}
 
     def _pieces(self, request: ModelRequest) -> Sequence[bytes]:
-        return outgoing(request).encoded(CODEX_RESPONSES, encode_message)
+        return prepare_request(request).encoded(CODEX_RESPONSES, encode_message)
 
 
 def encode_message(message: Message) -> bytes:
-    """One message as input items, separated by commas; empty when it has none."""
+    """Encode one message as input items, separated by commas."""
     return b",".join(encode_json(item) for item in _items(message))
 
 
 def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[str, Any]:
-    """All of a body but its tools and its input."""
+    """Return the fields of a body except tools and input."""
     include = [] if "no_encrypted_reasoning" in request.adaptations else [ENCRYPTED]
     if request.logprobs:
         include.append(LOGPROBS)
@@ -114,7 +116,9 @@ def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[s
         fields["include"] = include
     if request.stream:
         fields["stream"] = True
-    for name, value in sendable(request.sampling, CODEX_RESPONSES, quirks).as_dict().items():
+    for name, value in (
+        supported_sampling(request.sampling, CODEX_RESPONSES, quirks).as_dict().items()
+    ):
         if name == "max_tokens":
             fields["max_output_tokens"] = value
         elif name == "reasoning":
@@ -122,7 +126,7 @@ def _fields(request: ModelRequest, system: str | None, quirks: Quirks) -> dict[s
         else:
             fields[name] = value
     if request.cache is not None and quirks.cache_key:
-        fields["prompt_cache_key"] = outgoing(request).cache_key
+        fields["prompt_cache_key"] = prepare_request(request).cache_key
     fields.update(request.extra)
     if system is not None:
         fields["instructions"] = system
@@ -133,7 +137,7 @@ def _items(message: Message) -> list[dict[str, Any]]:
     if isinstance(message, AssistantMessage):
         return [item for p in pieces_of(message) if (item := _item(p)) is not None]
     if isinstance(message, ToolMessage):
-        call_id = fitting_id(message.tool_call_id, MOST_ID)
+        call_id = shorten_call_id(message.tool_call_id, MAX_ID_CHARS)
         output = {"call_id": call_id, "output": message.content}
         return [{"type": "function_call_output", **output}]
     role = "developer" if isinstance(message, SystemMessage) else "user"
@@ -146,7 +150,7 @@ def _item(piece: Piece) -> dict[str, Any] | None:
     if piece.call is not None:
         call = piece.call
         named = {
-            "call_id": fitting_id(call.id, MOST_ID),
+            "call_id": shorten_call_id(call.id, MAX_ID_CHARS),
             "name": call.name,
             "arguments": call.arguments,
         }
@@ -156,7 +160,7 @@ def _item(piece: Piece) -> dict[str, Any] | None:
 
 
 def _replayed(block: Any) -> dict[str, Any]:
-    """A reasoning item as it came; what only an answer says (status, nulls) is left out."""
+    """Return a reasoning item for replay, without fields that only answers have."""
     item = {k: v for k, v in block.items() if v is not None and k != "status"}
     return {**item, "summary": item.get("summary", [])}
 
@@ -168,13 +172,13 @@ def _parts(message: SystemMessage | UserMessage) -> list[dict[str, Any]]:
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """A content part of Chat Completions in this wire's form; others go as they are."""
+    """Convert a content part of Chat Completions to this wire's form; others stay unchanged."""
     kind = part.get("type")
     if kind == "text":
         return {"type": "input_text", "text": part.get("text", "")}
     if kind == "image_url":
-        given = part.get("image_url")
-        image = given if isinstance(given, dict) else {"url": given}
+        image = part.get("image_url")
+        image = image if isinstance(image, dict) else {"url": image}
         detail = image.get("detail") or "auto"
         return {"type": "input_image", "image_url": image.get("url"), "detail": detail}
     if kind == "file" and isinstance(part.get("file"), dict):
@@ -194,7 +198,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(message: AssistantMessage) -> list[Piece]:
-    """The items of a message in their order: as noted, where the notes still fit it."""
+    """Return the items of a message, in the noted order if the notes still match."""
     blocks = [b for b in blocks_of(message) if b.get("type") in (REASONING, MESSAGE, CALL)]
     reasoning = [Piece(REASONING, block=b) for b in blocks if b["type"] == REASONING]
     notes = [b for b in blocks if b["type"] != REASONING]
@@ -207,8 +211,8 @@ def pieces_of(message: AssistantMessage) -> list[Piece]:
 
 
 def details_of(pieces: Iterable[Piece]) -> list[dict[str, Any]] | None:
-    """The `reasoning_details` of a message that came as these items; None when there is nothing to
-    replay and nothing to note."""
+    """Return the `reasoning_details` of a message that arrived as these items; None if there is
+    nothing to replay and nothing to note."""
     listed = list(pieces)
     kinds = [(REASONING, MESSAGE, CALL).index(p.kind) for p in listed]
     usual = kinds == sorted(kinds) and kinds.count(1) <= 1 and not any(p.phase for p in listed)
@@ -220,12 +224,12 @@ def details_of(pieces: Iterable[Piece]) -> list[dict[str, Any]] | None:
 
 
 def is_replayable(item: Mapping[str, Any]) -> bool:
-    """Whether a reasoning item means something to a server that stores nothing."""
+    """Return whether a reasoning item is useful to a server that stores nothing."""
     return bool(item.get("encrypted_content") or item.get("content"))
 
 
 def reasoning_text(item: Mapping[str, Any]) -> str:
-    """The text of a reasoning item: of its content, else of its summary."""
+    """Return the text of a reasoning item: its content, or else its summary."""
     for name in ("content", "summary"):
         listed = item.get(name)
         if isinstance(listed, list):
@@ -249,8 +253,8 @@ def _note(piece: Piece) -> dict[str, Any] | None:
 
 
 def _as_noted(message: AssistantMessage, blocks: list[dict[str, Any]]) -> list[Piece] | None:
-    """None when the notes do not fit the message (any more)."""
-    if not says_something(message):
+    """Return the items in noted order; None if the notes no longer match the message."""
+    if not has_text_or_calls(message):
         return None
     calls = {call.id: call for call in message.tool_calls}
     out: list[Piece] = []
@@ -280,13 +284,13 @@ def _calls(pieces: list[Piece]) -> int:
 
 
 _REASONS = {"max_output_tokens": "length", "max_tokens": "length"}
-"""Why a response is incomplete -> our finish reason; others are named as they are."""
+"""Why a response is incomplete -> finish reason; others keep their name."""
 
-_LEAST_LIKELY = 1e9
+_MAX_LOGPROB = 1e9
 """A logprob beyond this is a server's error."""
 
 _ENDED = ("completed", "incomplete", "cancelled", None)
-"""What a finished response's status may be (lenient servers leave it out)."""
+"""Valid statuses of a finished response; some servers omit it."""
 
 
 class _Response(Envelope):
@@ -298,37 +302,39 @@ class _Response(Envelope):
 _decode = msgspec.json.Decoder(_Response).decode
 
 
-def _failure(response: _Response, reading: Reading) -> ModelError | None:
-    """What a response that failed means; None when it did not."""
+def _failure(response: _Response, context: AnswerContext) -> ModelError | None:
+    """Return the error of a failed response, if it failed."""
     if response.error or response.status == "failed":
-        return reading.fault(response.error or {"message": "the response failed without an error"})
+        return context.error_in_answer(
+            response.error or {"message": "the response failed without an error"}
+        )
     if response.status not in _ENDED:
-        return reading.unreadable(f"a response that is {response.status!r}")
+        return context.unreadable_error(f"a response that is {response.status!r}")
     return None
 
 
-def _completion(response: _Response, output: Sequence[Any], reading: Reading) -> Completion:
-    """The answer in the internal form.
+def _completion(response: _Response, output: Sequence[Any], context: AnswerContext) -> Completion:
+    """Build the answer in the internal form.
 
     Args:
-        output: its items; those of `response`, or those that a stream gathered.
+        output: its items, from `response` or from a stream.
 
-    Raises: ModelError when the response failed.
+    Raises: ModelError if the response failed.
     """
-    fault = _failure(response, reading)
+    fault = _failure(response, context)
     if fault is not None:
         raise fault
     items = [item for item in output if isinstance(item, Mapping)]
-    message, refused = responses_message(items, reading.salt)
+    message, refused = responses_message(items, context.salt)
     reason = _finish(response, message, refused)
-    return reading.completion(response, message, reason, read_responses_usage, _logprobs(items))
+    return context.completion(response, message, reason, read_responses_usage, _logprobs(items))
 
 
 def responses_message(
     items: Sequence[Mapping[str, Any]], salt: str
 ) -> tuple[AssistantMessage, bool]:
-    """The message that output items make, and whether all of its text is a refusal. Items of
-    unknown kinds are left out."""
+    """Build the message from output items, and return whether all of its text is a refusal. Items
+    of unknown types are ignored."""
     pieces: list[Piece] = []
     calls: list[ToolCall] = []
     refusals = 0
@@ -338,7 +344,9 @@ def responses_message(
             pieces.append(Piece(REASONING, block=item))
         elif kind == CALL:
             fields = item.get("name"), item.get("arguments")
-            calls.append(read_call(*fields, (item.get("call_id"), item.get("id")), calls, salt))
+            calls.append(
+                read_tool_call(*fields, (item.get("call_id"), item.get("id")), calls, salt)
+            )
             pieces.append(Piece(CALL, call=calls[-1]))
         elif kind == MESSAGE:
             text, refused = _read_text(item)
@@ -350,7 +358,7 @@ def responses_message(
     reasoning: str | None = SEPARATOR.join(t for t in thoughts if t) or None
     content, raw = SEPARATOR.join(texts), None
     if reasoning is None:
-        content, reasoning, raw = split_think(content)
+        content, reasoning, raw = split_reasoning(content)
     message = AssistantMessage(
         content=content,
         reasoning_content=reasoning,
@@ -362,14 +370,14 @@ def responses_message(
 
 
 def _read_text(item: Mapping[str, Any]) -> tuple[str, bool]:
-    """The text of a message item, and whether it is a refusal."""
+    """Return the text of a message item, and whether it is a refusal."""
     content = item.get("content")
     if isinstance(content, str):
         return content, False
     parts = [p for p in content if isinstance(p, Mapping)] if isinstance(content, list) else []
-    said = [p["text"] for p in parts if isinstance(p.get("text"), str)]
+    texts = [p["text"] for p in parts if isinstance(p.get("text"), str)]
     refused = [p["refusal"] for p in parts if isinstance(p.get("refusal"), str)]
-    text = "".join(said)
+    text = "".join(texts)
     return (text, False) if text else ("".join(refused), bool(refused))
 
 
@@ -386,7 +394,7 @@ def _finish(response: _Response, message: AssistantMessage, refused: bool) -> st
 
 
 def _logprobs(items: Sequence[Mapping[str, Any]]) -> TokenCapture | None:
-    """Logprobs of the text's tokens, where they were asked for."""
+    """Read the logprobs of the text's tokens, if there are any."""
     found: list[float] = []
     for item in items:
         content = item.get("content") if item.get("type") == MESSAGE else None
@@ -394,7 +402,7 @@ def _logprobs(items: Sequence[Mapping[str, Any]]) -> TokenCapture | None:
             listed = part.get("logprobs") if isinstance(part, Mapping) else None
             for token in listed if isinstance(listed, list) else ():
                 value = token.get("logprob") if isinstance(token, Mapping) else None
-                if not isinstance(value, int | float) or abs(value) > _LEAST_LIKELY:
+                if not isinstance(value, int | float) or abs(value) > _MAX_LOGPROB:
                     return None
                 found.append(float(value))
     return TokenCapture(logprobs=tuple(found)) if found else None
@@ -407,20 +415,20 @@ _ENDS = {
     "response.failed": "failed",
     "response.cancelled": "cancelled",
 }
-"""The last event of a stream -> the status that it means where the response does not say it."""
+"""Last event of a stream -> status of the response, if that does not state it."""
 
-_GROWS = {
+_DELTA_FIELDS = {
     "response.output_text": (MESSAGE, "text"),
     "response.refusal": (MESSAGE, "refusal"),
     "response.function_call_arguments": (CALL, "arguments"),
     "response.reasoning_summary_text": (REASONING, "summary"),
     "response.reasoning_text": (REASONING, "content"),
 }
-"""Events `….delta` and `….done` -> the kind of their item, and what grows in it."""
+"""Events `….delta` -> type of their item, and the field that they extend."""
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event's data."""
+    """The fields of an event that are read."""
 
     type: Any = None
     response: msgspec.Raw = msgspec.Raw(b"null")
@@ -436,13 +444,13 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class _StreamDecoder(EventDecoder):
-    """A stream is complete when it says so, by its last event; what follows that is left out."""
+    """A stream is complete after one of the events in `_ENDS`; later ones are ignored."""
 
-    def __init__(self, reading: Reading) -> None:
-        super().__init__(reading)
+    def __init__(self, context: AnswerContext) -> None:
+        super().__init__(context)
         self._drafts: dict[int, _Draft] = {}
         self._response: _Response | None = None
-        """Of the last event; None while the stream goes on."""
+        """The response of the last event; None before it."""
         self._status = ""
 
     @property
@@ -453,30 +461,30 @@ class _StreamDecoder(EventDecoder):
     def _answer(self) -> Completion:
         response = self._response
         if response is None:
-            raise self._reading.unfinished()
+            raise self._context.truncated_error()
         response.status = response.status or self._status
-        return _completion(response, self._output(response), self._reading)
+        return _completion(response, self._output(response), self._context)
 
     def _take(self, data: bytes) -> None:
         if self.done or data.strip() == DONE:
             return
-        event = self._reading.parse(_decode_event, data, "JSON object in the stream")
+        event = self._context.parse(_decode_event, data, "JSON object in the stream")
         kind = event.type if isinstance(event.type, str) else ""
         if kind == "error" or (event.error and not kind.startswith("response.")):
             error = event.error or {"code": event.code, "message": event.message}
-            raise self._reading.fault(error)
+            raise self._context.error_in_answer(error)
         if kind in _ENDS:
-            # The copy lets the event's buffer go.
-            self._response = self._reading.parse(_decode, bytes(event.response))
+            # The copy releases the event's buffer.
+            self._response = self._context.parse(_decode, bytes(event.response))
             self._response.usage = msgspec.Raw(bytes(self._response.usage))
             self._status = _ENDS[kind]
             self.done = True
         elif isinstance(event.output_index, int):
-            self._grow(kind, event)
+            self._add_to_item(kind, event)
         elif kind == "response.output_item.done" and isinstance(event.item, Mapping):
             self._drafts.setdefault(max(self._drafts, default=-1) + 1, _Draft()).item = event.item
 
-    def _grow(self, kind: str, event: _Event) -> None:
+    def _add_to_item(self, kind: str, event: _Event) -> None:
         draft = self._drafts.setdefault(event.output_index, _Draft())
         item = event.item if isinstance(event.item, Mapping) else None
         if kind == "response.output_item.done" and item is not None:
@@ -484,53 +492,54 @@ class _StreamDecoder(EventDecoder):
         elif kind == "response.output_item.added" and item is not None:
             draft.begun = item
         elif kind.endswith(".delta") and isinstance(event.delta, str):
-            grows = _GROWS.get(kind.removesuffix(".delta"))
-            if grows is not None:
-                draft.add(*grows, event.delta)
+            target = _DELTA_FIELDS.get(kind.removesuffix(".delta"))
+            if target is not None:
+                draft.add(*target, event.delta)
             if kind == "response.output_text.delta":
-                self._reading.tell(event.delta)
+                self._context.emit(event.delta)
 
     def _output(self, response: _Response) -> list[Any]:
-        given = response.output if isinstance(response.output, list) else []
-        if given and not all(d.item is not None for d in self._drafts.values()):
-            return given
-        if not self._drafts:
-            return given
+        listed = response.output if isinstance(response.output, list) else []
+        complete = all(draft.item is not None for draft in self._drafts.values())
+        if not self._drafts or (listed and not complete):
+            return listed
         return [self._drafts[index].form() for index in sorted(self._drafts)]
 
 
 class _Draft:
-    """One item while it comes in."""
+    """An item of a stream."""
 
     def __init__(self) -> None:
         self.item: Mapping[str, Any] | None = None
-        """The item as it is when it is done."""
+        """The complete item, if it has arrived."""
         self.begun: Mapping[str, Any] = {}
         self._kind = ""
-        self._grown: dict[str, list[str]] = {}
+        self._fields: dict[str, list[str]] = {}
 
     def add(self, kind: str, field: str, delta: str) -> None:
-        """Take a delta of one of the fields in `_GROWS`."""
+        """Append a delta to a field."""
         self._kind = kind
-        self._grown.setdefault(field, []).append(delta)
+        self._fields.setdefault(field, []).append(delta)
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a tool call, as far as it has come."""
+        """Whether it is a tool call."""
         return CALL in (self._kind, self.begun.get("type"))
 
     def form(self) -> Mapping[str, Any]:
-        """The item; built from its deltas where it never was done."""
+        """Return the item, built from its deltas if it never completed."""
         if self.item is not None:
             return self.item
-        grown = {field: "".join(pieces) for field, pieces in self._grown.items()}
+        fields = {field: "".join(pieces) for field, pieces in self._fields.items()}
         form = {"type": self._kind, **self.begun}
-        # What an added item says of its encrypted content may be half of it.
+        # The encrypted content of an `added` event may be incomplete.
         form.pop("encrypted_content", None)
-        if "arguments" in grown:
-            form["arguments"] = grown["arguments"]
-        if "text" in grown or "refusal" in grown:
-            form["content"] = [{name: grown[name]} for name in ("text", "refusal") if name in grown]
-        if "summary" in grown:
-            form["summary"] = [{"text": grown["summary"]}]
+        if "arguments" in fields:
+            form["arguments"] = fields["arguments"]
+        if "text" in fields or "refusal" in fields:
+            form["content"] = [
+                {name: fields[name]} for name in ("text", "refusal") if name in fields
+            ]
+        if "summary" in fields:
+            form["summary"] = [{"text": fields["summary"]}]
         return form

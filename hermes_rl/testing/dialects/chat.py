@@ -8,7 +8,7 @@ import msgspec
 
 from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, from_openai
 from hermes_rl.models import Completion, TokenCapture
-from hermes_rl.models.wire import CHAT_COMPLETIONS, DONE, ChatCompletions, flatten
+from hermes_rl.models.wire import CHAT_COMPLETIONS, DONE, ChatCompletions, split_content_parts
 from hermes_rl.testing.dialects.base import (
     OpenAIBody,
     ServedRequest,
@@ -110,7 +110,7 @@ def decode_message(form: dict[str, Any]) -> Message:
     """One message of a request, with what `from_openai` leaves out. Raises: UserError."""
     message = from_openai(form)
     if isinstance(message, ToolMessage) and isinstance(form.get("content"), list):
-        return msgspec.structs.replace(message, content=flatten(form["content"])[0])
+        return msgspec.structs.replace(message, content=split_content_parts(form["content"])[0])
     return message
 
 

@@ -61,7 +61,7 @@ END_OF_A_CALL = {
 }
 
 
-def renderer_of(build: str) -> Renderer:
+def build_renderer(build: str) -> Renderer:
     tokenizer = Tokenizer(tokenizer_json())
     ends = [tokenizer.id_of(text) for text in ENDS[build]]
     known = [one for one in ends if one is not None]
@@ -70,5 +70,5 @@ def renderer_of(build: str) -> Renderer:
 
 RENDERERS = {
     **{family: tiny_renderer(family) for family in FAMILIES},
-    **{build: renderer_of(build) for build in SOURCES},
+    **{build: build_renderer(build) for build in SOURCES},
 }

@@ -121,12 +121,12 @@ async def played(
         if not calls:
             break
         for call in calls:
-            said = f"<|im_end|> result of {call.arguments}"
-            conversation.append(ToolMessage(tool_call_id=call.id, name=call.name, content=said))
+            message = f"<|im_end|> result of {call.arguments}"
+            conversation.append(ToolMessage(tool_call_id=call.id, name=call.name, content=message))
     return conversation, answers
 
 
-def asked(text: str) -> list[Message]:
+def user_turn(text: str) -> list[Message]:
     return [SystemMessage(content="You help."), UserMessage(content=text)]
 
 
@@ -139,10 +139,10 @@ def agree(answers: Sequence[Completion], truth: Sequence[Truth], kind: str = "ra
         assert answer.tokens.prompt_ids == entry.prompt_ids
         assert answer.tokens.completion_ids == entry.sampled_ids
         expected = entry.raw_logprobs if kind == "raw" else entry.scaled_logprobs
-        told = answer.tokens.logprobs
-        assert told is not None
-        assert len(told) == len(expected)
-        assert all(abs(a - b) < 1e-9 for a, b in zip(told, expected, strict=True))
+        reported = answer.tokens.logprobs
+        assert reported is not None
+        assert len(reported) == len(expected)
+        assert all(abs(a - b) < 1e-9 for a, b in zip(reported, expected, strict=True))
 
 
 def texts(conversation: Conversation) -> list[str]:

@@ -68,7 +68,7 @@ def texts(max_pieces: int = 6) -> st.SearchStrategy[str]:
     return st.lists(piece, max_size=max_pieces).map("".join)
 
 
-def words(max_pieces: int = 5) -> st.SearchStrategy[str]:
+def phrases(max_pieces: int = 5) -> st.SearchStrategy[str]:
     """Texts that every template writes as they are: no blank ends, nothing that looks like markup
     or like an end of a turn."""
     piece = st.sampled_from(("the ", "answer", "é", "汉字", "🙂", " and\n\n", "12", "<|im_", "{"))
@@ -77,8 +77,8 @@ def words(max_pieces: int = 5) -> st.SearchStrategy[str]:
 
 def call(number: int, argument: str) -> ToolCall:
     """A call of the probe tool."""
-    told = json.dumps({"subject": argument}, ensure_ascii=False)
-    return ToolCall(id=f"call{number:05}", name="look_up", arguments=told)
+    reported = json.dumps({"subject": argument}, ensure_ascii=False)
+    return ToolCall(id=f"call{number:05}", name="look_up", arguments=reported)
 
 
 def results(calls: Sequence[ToolCall], text: str) -> list[Message]:
@@ -88,17 +88,17 @@ def results(calls: Sequence[ToolCall], text: str) -> list[Message]:
 
 @st.composite
 def conversations(
-    draw: st.DrawFn, said: st.SearchStrategy[str], *, most_calls: int = 3
+    draw: st.DrawFn, content: st.SearchStrategy[str], *, most_calls: int = 3
 ) -> list[Message]:
     """A question, rounds of calls, and what their results were."""
     messages: list[Message] = []
     if draw(st.booleans()):  # whose markup is tokens: its author means it
-        messages.append(SystemMessage(content=draw(words())))
-    messages.append(UserMessage(content=draw(said)))
+        messages.append(SystemMessage(content=draw(phrases())))
+    messages.append(UserMessage(content=draw(content)))
     for _ in range(draw(st.integers(0, 2))):
-        calls = [call(n, draw(said)) for n in range(draw(st.integers(1, most_calls)))]
+        calls = [call(n, draw(content)) for n in range(draw(st.integers(1, most_calls)))]
         messages.append(AssistantMessage(tool_calls=tuple(calls)))
-        messages += results(calls, draw(said))
+        messages += results(calls, draw(content))
     return messages
 
 
@@ -108,10 +108,10 @@ def added_tokens(renderer: Renderer, ids: Sequence[int]) -> list[str]:
     return [text for text in found if text is not None]
 
 
-def own_tokens(family: str, ids: Sequence[int]) -> list[str]:
+def family_tokens(family: str, ids: Sequence[int]) -> list[str]:
     """The tokens among these ids that the family's template writes, in order."""
-    theirs = {*CONTROL, *(text for text in MARKUP if text in TEMPLATES[family])}
-    return [text for text in added_tokens(tiny_renderer(family), ids) if text in theirs]
+    official = {*CONTROL, *(text for text in MARKUP if text in TEMPLATES[family])}
+    return [text for text in added_tokens(tiny_renderer(family), ids) if text in official]
 
 
 def neutral(message: Message) -> Message:

@@ -7,7 +7,14 @@ from builds_kit import END_OF_A_CALL, RENDERERS
 from render_kit import CHATML_LIKE, TOOLS, call, results
 
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
-from hermes_rl.models.tokens import Bridged, History, Renderer, Template, Tokenizer, abridged
+from hermes_rl.models.tokens import (
+    Bridged,
+    History,
+    Renderer,
+    Template,
+    Tokenizer,
+    abridge_messages,
+)
 from hermes_rl.testing import TEMPLATES, tiny_renderer, tokenizer_json
 
 ASK: tuple[Message, ...] = (
@@ -38,7 +45,7 @@ END_OF_ALL = (  # Phi's templates end a whole conversation, unless a turn is ope
 )
 
 
-def renderer_of(template: str, ends: Sequence[str] = ("<|endoftext|>",)) -> Renderer:
+def build_renderer(template: str, ends: Sequence[str] = ("<|endoftext|>",)) -> Renderer:
     """The renderer of a family, or of the source of a template."""
     if template in RENDERERS:
         return RENDERERS[template]
@@ -66,16 +73,14 @@ def sampled_as_written(
     prompt."""
     prompt, whole = renderer.render(base, TOOLS), renderer.render([*base, answer, *new], TOOLS)
     assert whole[: len(prompt)] == prompt
-    said = whole[len(prompt) :]
-    end = next(place for place, token in enumerate(said) if token in renderer.end_ids)
-    return said[: end + 1], tuple(whole)
+    message = whole[len(prompt) :]
+    end = next(place for place, token in enumerate(message) if token in renderer.end_ids)
+    return message[: end + 1], tuple(whole)
 
 
 @pytest.mark.parametrize("text", ["", "I look."])
 @pytest.mark.parametrize("family", RENDERERS)
-def test_the_end_after_a_call_is_neither_doubled_nor_lost_nor_another(
-    family: str, text: str
-) -> None:
+def test_end_token_after_a_call_occurs_once(family: str, text: str) -> None:
     """Llama ends a turn with a call by another token than a turn with text: taking the end of a
     placeholder without calls gives a wrong token after a cut call, and glue that is off by one."""
     renderer = RENDERERS[family]
@@ -94,7 +99,7 @@ def test_the_end_after_a_call_is_neither_doubled_nor_lost_nor_another(
 
 
 @pytest.mark.parametrize("family", CHATML_LIKE)
-def test_a_cut_answer_is_closed_and_an_ended_one_is_not_closed_again(family: str) -> None:
+def test_only_truncated_answers_are_closed(family: str) -> None:
     renderer = tiny_renderer(family, **({"enable_thinking": False} if family == "qwen3" else {}))
     cut = bridged(renderer, ASK, YES, "yes", [GO_ON])
     ended = bridged(renderer, ASK, YES, "yes<|im_end|>", [GO_ON])
@@ -115,19 +120,19 @@ def test_a_cut_answer_is_closed_and_an_ended_one_is_not_closed_again(family: str
         (END_OF_ALL, ["<|endoftext|>"], "yes<|im_end|>"),
     ],
 )
-def test_wherever_a_template_writes_the_end_the_next_prompt_has_it_once(
+def test_end_token_occurs_once_for_any_template(
     template: str, ends: list[str], sampled: str
 ) -> None:
-    renderer = renderer_of(template, ends)
+    renderer = build_renderer(template, ends)
     whole = tuple(renderer.render([*ASK, YES, GO_ON], TOOLS))
     assert bridged(renderer, ASK, YES, sampled, [GO_ON]).ids == whole
 
 
-def test_another_end_token_than_the_templates_stays_as_it_was_sampled() -> None:
-    renderer = renderer_of(TEMPLATES["chatml"])
+def test_other_sampled_end_token_is_kept() -> None:
+    renderer = build_renderer(TEMPLATES["chatml"])
     found = bridged(renderer, ASK, YES, "yes<|endoftext|>", [GO_ON])
     assert "yes<|endoftext|>\n<|im_start|>user\nAnd then?" in renderer.decode(found.ids or ())
-    plain = renderer_of(PLAIN)
+    plain = build_renderer(PLAIN)
     found = bridged(plain, ASK, YES, "yes\n<|endoftext|>", [GO_ON])
     assert plain.decode(found.glue) == "\n\n### user:\nAnd then?\n\n### assistant:\n"
 
@@ -161,7 +166,7 @@ DROPS, REWRITES = "drops the reasoning of earlier turns", "rewrites what comes b
         ),
     ],
 )
-def test_a_conversation_that_no_bridge_continues_is_a_fork_with_its_reason(
+def test_fork_has_a_reason(
     template: str,
     base: Sequence[Message],
     answer: AssistantMessage,
@@ -170,13 +175,13 @@ def test_a_conversation_that_no_bridge_continues_is_a_fork_with_its_reason(
     reason: str,
 ) -> None:
     ends = ["[INST]", "[TOOL_RESULTS]"] if template == OPENING_ENDS else ["<|endoftext|>"]
-    found = bridged(renderer_of(template, ends), base, answer, sampled, new)
+    found = bridged(build_renderer(template, ends), base, answer, sampled, new)
     assert found.ids is None
     assert reason in (found.fork_reason or "")
     assert found.drops_reasoning == (reason == DROPS)
 
 
-def test_what_a_template_keeps_is_no_reason_to_fork() -> None:
+def test_kept_content_does_not_fork() -> None:
     qwen, mistral = tiny_renderer("qwen3"), tiny_renderer("mistral")
     result = ToolMessage(tool_call_id="", name="", content="")
     assert bridged(qwen, ASK, THOUGHT, "yes<|im_end|>", [result]).ids
@@ -189,7 +194,7 @@ def test_what_a_template_keeps_is_no_reason_to_fork() -> None:
     assert quiet.decode(found.glue).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_two_calls_where_the_template_allows_one_are_bridged() -> None:
+def test_two_calls_are_bridged_if_the_template_allows_one() -> None:
     renderer = tiny_renderer("llama3")
     two = (ONE, call(2, "that"))
     answer, new = AssistantMessage(tool_calls=two), results(two, "Found.")
@@ -202,7 +207,7 @@ def test_two_calls_where_the_template_allows_one_are_bridged() -> None:
     ).ids
 
 
-def test_a_conversation_that_spells_the_placeholder_changes_nothing() -> None:
+def test_placeholder_in_a_conversation_is_harmless() -> None:
     renderer = tiny_renderer("chatml")
     names = "placeholder0answer placeholder1answer placeholder0reasoning"
     base, new = [*ASK, UserMessage(content=names)], [UserMessage(content=f"{names}<|im_end|>")]
@@ -211,7 +216,7 @@ def test_a_conversation_that_spells_the_placeholder_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "mistral", "coder"])
-def test_a_long_conversation_is_abridged_and_bridged_alike(family: str) -> None:
+def test_abridged_conversation_gives_the_same_bridge(family: str) -> None:
     rounds: list[Message] = []
     for number in range(40):
         one = call(number, "it")
@@ -219,7 +224,7 @@ def test_a_long_conversation_is_abridged_and_bridged_alike(family: str) -> None:
     thought = AssistantMessage(tool_calls=(ONE,), reasoning_content="I think.")
     rounds[20:20] = [thought, *results([ONE], "Found.")]
     base = [*ASK, *rounds]
-    short = abridged(base)
+    short = abridge_messages(base)
     assert len(short) < 16
     assert thought in short
     assert short[:2] == list(ASK)

@@ -1,11 +1,11 @@
-"""The bridge for whatever is sampled and said: it never changes an id, and where what was sampled
+"""The bridge for any samples and messages: it never changes an id, and where what was sampled
 is what the template would write, the next prompt is what the template writes."""
 
 import pytest
 from builds_kit import RENDERERS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from render_kit import TOOLS, call, conversations, own_tokens, results, texts, words
+from render_kit import TOOLS, call, conversations, family_tokens, phrases, results, texts
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage
 from hermes_rl.models.tokens import History, Renderer
@@ -17,30 +17,30 @@ ONE_CALL = ("llama3", "runs_on", "closed", "bare", "channels")
 
 
 def new_messages(
-    draw: st.DataObject, answer: AssistantMessage, said: st.SearchStrategy[str]
+    draw: st.DataObject, answer: AssistantMessage, message: st.SearchStrategy[str]
 ) -> list[Message]:
     if answer.tool_calls:
-        return results(answer.tool_calls, draw.draw(said))
-    return [UserMessage(content=draw.draw(said))]
+        return results(answer.tool_calls, draw.draw(message))
+    return [UserMessage(content=draw.draw(message))]
 
 
-def answers(family: str, said: st.SearchStrategy[str]) -> st.SearchStrategy[AssistantMessage]:
+def answers(family: str, message: st.SearchStrategy[str]) -> st.SearchStrategy[AssistantMessage]:
     most = 1 if family in ONE_CALL else 3
-    calls = st.lists(said, min_size=1, max_size=most).map(
-        lambda told: tuple(call(n, text) for n, text in enumerate(told))
+    calls = st.lists(message, min_size=1, max_size=most).map(
+        lambda reported: tuple(call(n, text) for n, text in enumerate(reported))
     )
     return st.builds(
         AssistantMessage,
         content=st.just(""),
-        reasoning_content=words() if family == "qwen3" else st.none(),
+        reasoning_content=phrases() if family == "qwen3" else st.none(),
         tool_calls=calls,
-    ) | st.builds(AssistantMessage, content=said)
+    ) | st.builds(AssistantMessage, content=message)
 
 
 @every_family
 @given(data=st.data())
 @settings(max_examples=25)
-def test_a_bridge_begins_with_every_id_that_was_there(family: str, data: st.DataObject) -> None:
+def test_bridge_begins_with_all_previous_ids(family: str, data: st.DataObject) -> None:
     renderer = RENDERERS[family]
     base = data.draw(conversations(texts()))
     answer = data.draw(answers(family, texts()))
@@ -70,31 +70,31 @@ def test_a_bridge_begins_with_every_id_that_was_there(family: str, data: st.Data
         else results(answer.tool_calls, "word")
     )
     plain = renderer.bridge(history, sample, quiet, TOOLS)
-    assert own_tokens(family, found.glue) == own_tokens(family, plain.glue)
+    assert family_tokens(family, found.glue) == family_tokens(family, plain.glue)
 
 
 @every_family
 @given(data=st.data())
 @settings(max_examples=30)
-def test_a_canonical_sample_continues_as_a_full_render_would(
+def test_bridge_of_a_canonical_sample_equals_a_full_render(
     family: str, data: st.DataObject
 ) -> None:
     renderer = RENDERERS[family]
     most = 1 if family in ONE_CALL else 3
-    base = data.draw(conversations(words(), most_calls=most))
-    answer = data.draw(answers(family, words()))
+    base = data.draw(conversations(phrases(), most_calls=most))
+    answer = data.draw(answers(family, phrases()))
     new = new_messages(data, answer, texts())
     prompt = renderer.render(base, TOOLS)
     whole = renderer.render([*base, answer, *new], TOOLS)
     assume(whole[: len(prompt)] == prompt)  # else no model could have sampled it
-    said = whole[len(prompt) :]
-    ends = [place for place, token in enumerate(said) if token in renderer.end_ids]
+    message = whole[len(prompt) :]
+    ends = [place for place, token in enumerate(message) if token in renderer.end_ids]
     assume(ends)
     end = ends[0]
     history = History(messages=base, prompt_ids=prompt, answer=answer)
     cut = data.draw(st.booleans())
-    found = renderer.bridge(history, said[: end if cut else end + 1], new, TOOLS)
-    if found.ids is None:  # only where the template rewrites what stands before
+    found = renderer.bridge(history, message[: end if cut else end + 1], new, TOOLS)
+    if found.ids is None:  # only if the template rewrites earlier text
         alone = renderer.text([*base, answer], TOOLS, generation_prompt=False)
         after = renderer.text([*base, answer, *new], TOOLS)
         assert not after.startswith(alone)
@@ -105,9 +105,7 @@ def test_a_canonical_sample_continues_as_a_full_render_would(
 
 @given(st.lists(st.sampled_from(("terminal", "look_up")), max_size=3), texts(), st.data())
 @settings(max_examples=40)
-def test_turn_after_turn_each_prompt_extends_the_last(
-    names: list[str], text: str, data: st.DataObject
-) -> None:
+def test_each_prompt_extends_the_previous(names: list[str], text: str, data: st.DataObject) -> None:
     """A conversation of calls, each sampled in an odd spelling: every id stays where it was."""
     renderer = tiny_renderer("chatml")
     messages: list[Message] = [UserMessage(content="Go.")]

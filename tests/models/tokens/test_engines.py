@@ -10,7 +10,6 @@ from engines_kit import (
     TOOLS,
     WIRES,
     agree,
-    asked,
     client_at,
     continues,
     kind,
@@ -18,6 +17,7 @@ from engines_kit import (
     request_of,
     script,
     texts,
+    user_turn,
 )
 
 from hermes_rl.messages import AssistantMessage, UserMessage
@@ -27,10 +27,10 @@ from hermes_rl.testing import tiny_renderer
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("split", ["canonical", "random"])
-async def test_ids_and_logprobs_are_those_that_were_sampled(tmp_path, wire, split):
+async def test_ids_and_logprobs_equal_those_sampled(tmp_path, wire, split):
     async with client_at(wire, tmp_path / "t", split=split, version="w7") as (engine, client):
         cold = replace(FREE, temperature=0.6)
-        conversation, answers = await played(client, asked(script(*STEPS)), sampling=cold)
+        conversation, answers = await played(client, user_turn(script(*STEPS)), sampling=cold)
     agree(answers, engine.truth, kind(wire))
     assert [a.tokens.source for a in answers] == ["engine", "bridged", "bridged"]
     for before, after in pairwise(answers):
@@ -49,10 +49,10 @@ async def test_ids_and_logprobs_are_those_that_were_sampled(tmp_path, wire, spli
     assert usage[1].cache_read_tokens > 0
 
 
-async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp_path):
+async def test_other_end_token_is_not_text_and_turn_is_closed(tmp_path):
     async with client_at("vllm", tmp_path / "t") as (engine, client):
         step = {"text": "Over.", "run": "ls", "end": "<|endoftext|>"}
-        _, answers = await played(client, asked(script(step, "done")))
+        _, answers = await played(client, user_turn(script(step, "done")))
     agree(answers, engine.truth)
     first, second = answers
     assert "endoftext" not in (first.message.raw_content or "") + first.message.content
@@ -61,10 +61,10 @@ async def test_another_end_token_is_no_text_and_the_turn_is_closed_behind_it(tmp
     assert second.tokens.prompt_ids[place - 1 : place + 1] == (other, end)
 
 
-async def test_an_answer_that_was_thrown_away_is_asked_for_again_from_the_same_prompt(tmp_path):
+async def test_discarded_answer_is_requested_from_the_same_prompt(tmp_path):
     async with client_at("sglang", tmp_path / "t", split="random") as (_engine, client):
         steps = ({"run": "ls"}, [{"text": "no"}, {"text": "yes"}], "end")
-        conversation, _ = await played(client, asked(script(*steps)), turns=1)
+        conversation, _ = await played(client, user_turn(script(*steps)), turns=1)
         conversation.append(UserMessage(content="And?"))
         answers = [await client.complete(request_of(conversation, n)) for n in (1, 2)]
         conversation.append(answers[0].message)  # the first one is kept after all
@@ -78,38 +78,38 @@ async def test_an_answer_that_was_thrown_away_is_asked_for_again_from_the_same_p
     assert last.tokens.fork_reason == "edited_history"
 
 
-async def test_of_two_equal_answers_the_conversation_goes_on_from_the_one_that_it_holds(tmp_path):
+async def test_conversation_continues_from_the_kept_of_two_equal_answers(tmp_path):
     async with client_at("vllm", tmp_path / "t", split="random") as (_engine, client):
-        conversation = Conversation(asked(script("The very same words, twice.", "end")))
+        conversation = Conversation(user_turn(script("The very same words, twice.", "end")))
         twice = [await client.complete(request_of(conversation, n)) for n in (0, 1)]
         assert twice[0].message == twice[1].message
         assert twice[0].tokens.completion_ids != twice[1].tokens.completion_ids
         for kept in twice:
-            going_on = conversation_with(conversation, kept.message)
-            answer = await client.complete(request_of(going_on, 2))
+            extended = conversation_with(conversation, kept.message)
+            answer = await client.complete(request_of(extended, 2))
             assert continues(answer, kept)
 
 
 def conversation_with(conversation: Conversation, message: AssistantMessage) -> Conversation:
-    going_on = Conversation([*conversation, message, UserMessage(content="And?")])
-    going_on.attachments.update(conversation.attachments)
-    return going_on
+    extended = Conversation([*conversation, message, UserMessage(content="And?")])
+    extended.attachments.update(conversation.attachments)
+    return extended
 
 
-async def test_what_this_conversation_did_not_sample_is_rendered(tmp_path):
+async def test_messages_that_were_not_sampled_are_rendered(tmp_path):
     async with client_at("vllm", tmp_path / "t", split="random") as (engine, client):
         shot = [UserMessage(content="Two?"), AssistantMessage(content="Four.")]
         prompt = [
-            *asked("x")[:1],
+            *user_turn("x")[:1],
             *shot,
-            *asked(script("shot", *STEPS[:1], "on", "mine", "end"))[1:],
+            *user_turn(script("shot", *STEPS[:1], "on", "mine", "end"))[1:],
         ]
         conversation, answers = await played(client, prompt)
         renderer = tiny_renderer()
         assert answers[0].tokens.prompt_ids == tuple(renderer.render(prompt, TOOLS))
         path = answers[1].tokens.prompt_ids + answers[1].tokens.completion_ids
-        said = [UserMessage(content="?"), AssistantMessage(content="Mine."), *shot[:1]]
-        for message in said:  # turns that a harness wrote itself, behind a sampled one
+        text = [UserMessage(content="?"), AssistantMessage(content="Mine."), *shot[:1]]
+        for message in text:  # turns that a harness wrote itself, behind a sampled one
             conversation.append(message)
         answer = await client.complete(request_of(conversation, 9))
     assert answer.tokens.source == "bridged"
@@ -117,10 +117,10 @@ async def test_what_this_conversation_did_not_sample_is_rendered(tmp_path):
     assert "Mine." in engine.vocabulary.text(answer.tokens.prompt_ids[len(path) :])
 
 
-async def test_an_edited_answer_begins_a_new_branch(tmp_path):
+async def test_edited_answer_starts_a_branch(tmp_path):
     async with client_at("vllm", tmp_path / "t", split="random") as (_engine, client):
-        conversation, answers = await played(client, asked(script(*STEPS[:1], "on")))
-        other = AssistantMessage(content="Said by somebody else.")
+        conversation, answers = await played(client, user_turn(script(*STEPS[:1], "on")))
+        other = AssistantMessage(content="Written by another model.")
         before = Conversation(list(conversation)[:-1])
         before.attachments.update(conversation.attachments)
         answer = await client.complete(request_of(conversation_with(before, other), 5))
@@ -128,26 +128,26 @@ async def test_an_edited_answer_begins_a_new_branch(tmp_path):
     assert continues(answer, answers[0])  # but for what was kept
 
 
-async def test_a_template_that_drops_reasoning_forks_and_says_so(tmp_path):
+async def test_template_that_drops_reasoning_forks(tmp_path):
     async with client_at("vllm", tmp_path / "t", family="qwen3") as (engine, client):
         steps = ({"reasoning": "Let me see.", "text": "A."}, "B.")
-        conversation, answers = await played(client, asked(script(*steps)), turns=1)
+        conversation, answers = await played(client, user_turn(script(*steps)), turns=1)
         conversation.append(UserMessage(content="And now?"))
         answer = await client.complete(request_of(conversation, 1))
     agree([*answers, answer], engine.truth)
     assert (answer.tokens.source, answer.tokens.fork_reason) == ("engine", "dropped_reasoning")
 
 
-async def test_layers_that_are_sent_and_not_stored_are_rendered_and_bridge_as_well(tmp_path):
+async def test_ephemeral_layers_are_rendered_and_bridged(tmp_path):
     async with client_at("vllm", tmp_path / "t", split="random") as (engine, client):
         layers = {
             "ephemeral": "Today is a secret.",
             "prefill": (UserMessage(content="Hi"), AssistantMessage(content="Hello")),
         }
-        conversation = Conversation(asked(script(*STEPS[:1], "on")))
+        conversation = Conversation(user_turn(script(*STEPS[:1], "on")))
         first = await client.complete(request_of(conversation, 0, **layers))
         conversation.append(first.message)
-        conversation.append(UserMessage(content="Go on."))
+        conversation.append(UserMessage(content="Continue."))
         second = await client.complete(request_of(conversation, 1, **layers))
     assert "secret" in engine.vocabulary.text(first.tokens.prompt_ids)
     assert "Hello" in engine.vocabulary.text(first.tokens.prompt_ids)

@@ -1,4 +1,4 @@
-"""Answers that contradict themselves are failed calls; none is mended into a row."""
+"""Inconsistent answers are failed calls and never repaired into a row."""
 
 import json
 
@@ -35,8 +35,8 @@ def sglang(ids=(7, 8), **meta) -> dict:
 
 
 def llamacpp(**more) -> dict:
-    told = [{"id": 7, "logprob": -1.0}, {"id": 8, "logprob": -0.5}]
-    fields = {"tokens": [7, 8], "completion_probabilities": told, "tokens_evaluated": 3}
+    reported = [{"id": 7, "logprob": -1.0}, {"id": 8, "logprob": -0.5}]
+    fields = {"tokens": [7, 8], "completion_probabilities": reported, "tokens_evaluated": 3}
     return {**fields, "stop_type": "eos", "truncated": False, **more}
 
 
@@ -50,7 +50,7 @@ WHOLE = {"vllm": vllm(), "vllm_generate": generate(), "sglang": sglang(), "llama
 
 
 @pytest.mark.parametrize("wire", ROUTES)
-def test_a_whole_answer_is_read(wire):
+def test_complete_answer_is_read(wire):
     answer = read(wire, WHOLE[wire])
     assert answer.tokens.prompt_ids == PROMPT
     assert answer.tokens.completion_ids == (7, 8)
@@ -60,7 +60,7 @@ def test_a_whole_answer_is_read(wire):
 
 
 @pytest.mark.parametrize(
-    ("wire", "form", "said"),
+    ("wire", "form", "text"),
     [
         ("vllm", vllm(prompt_token_ids=[1, 1, 2, 3]), "another prompt than it was sent"),
         ("vllm", vllm(token_ids=None), "no token ids"),
@@ -87,13 +87,13 @@ def test_a_whole_answer_is_read(wire):
         *((wire, {"choices": [], "meta_info": None}, None) for wire in ROUTES),
     ],
 )
-def test_what_contradicts_itself_is_refused(wire, form, said):
-    with pytest.raises(ProtocolError, match=said) as refused:
+def test_inconsistent_answers_are_refused(wire, form, text):
+    with pytest.raises(ProtocolError, match=text) as refused:
         read(wire, form)
     assert refused.value.served
 
 
-TOLD = {
+REPORTED = {
     "prompt_tokens": 3,
     "completion_tokens": 2,
     "total_tokens": 5,
@@ -104,10 +104,10 @@ TOLD = {
 
 
 @pytest.mark.parametrize("form", [vllm(), generate()])
-def test_the_usage_is_the_servers_own_where_it_tells_it(form):
+def test_reported_usage_is_used(form):
     wire = "vllm_generate" if "request_id" in form else "vllm"
-    answer = read(wire, {**form, "usage": TOLD})
-    assert json.loads(answer.usage_raw) == TOLD
+    answer = read(wire, {**form, "usage": REPORTED})
+    assert json.loads(answer.usage_raw) == REPORTED
     assert answer.usage == Usage(
         input_tokens=3,
         cache_read_tokens=1,
@@ -118,7 +118,7 @@ def test_the_usage_is_the_servers_own_where_it_tells_it(form):
     assert read(wire, form).usage == Usage(input_tokens=3, output_tokens=2)
 
 
-def test_a_stop_token_that_only_its_logprob_tells_was_sampled():
+def test_stop_token_known_only_from_logprobs_is_included():
     """The golden case of an end token off by one."""
     assert read("sglang", sglang(ids=(7,))).tokens.completion_ids == (7, 8)
     assert read("sglang", sglang(ids=None)).tokens.completion_ids == (7, 8)
@@ -139,19 +139,19 @@ def test_a_stop_token_that_only_its_logprob_tells_was_sampled():
         ("llamacpp", llamacpp(completion_probabilities=[])),
     ],
 )
-def test_logprobs_that_are_not_all_there_are_none_at_all(wire, form):
+def test_incomplete_logprobs_are_discarded(wire, form):
     answer = read(wire, form)
     assert answer.tokens.completion_ids == (7, 8)
     assert answer.tokens.logprobs is None
 
 
-def test_an_error_within_an_answer_is_that_error():
+def test_error_in_an_answer_is_typed():
     with pytest.raises(ModelError, match="the engine is dead"):
         read("vllm", {"error": {"message": "the engine is dead", "code": 500}})
 
 
 @pytest.mark.parametrize("wire", ["vllm", "sglang"])
-def test_an_abort_is_told_as_the_engine_does(wire):
+def test_abort_is_reported_per_engine(wire):
     form = (
         vllm(finish_reason="abort")
         if wire == "vllm"

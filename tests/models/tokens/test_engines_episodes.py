@@ -1,4 +1,4 @@
-"""Drift-prone episodes over real sockets: segments hold what the engine says it sampled.
+"""Drift-prone episodes over real sockets: segments equal the engine's log.
 
 The agent's part (answers thrown away, edits, sub-agents, compaction, calls side by side) is that of
 `tests/segments`; here the engine is a server, and the clients are those of a run.
@@ -29,16 +29,16 @@ pytestmark = pytest.mark.slow
 EPISODES = 300
 AT_ONCE = 32
 WAYS = ("vllm", "vllm_generate", "sglang", "llamacpp", "vllm", "chat")
-WORDS = ("look", " now", "naïve", " 日本", "🙂", "\n\n", " </think>", "<|im_end|>", "<tool_call>")
+TEXTS = ("look", " now", "naïve", " 日本", "🙂", "\n\n", " </think>", "<|im_end|>", "<tool_call>")
 FAULTS = FaultPlan(seed=5, rates={"server_error": 0.02, "reset": 0.02, "cut": 0.02})
 
 
-def drifting(heard: PromptView) -> ScriptedAnswer:
+def drifting(signals: PromptView) -> ScriptedAnswer:
     """What a model might say to this prompt, as awkwardly as it can."""
-    random = Random(f"{heard.times} {hash(heard.prompt)}")
+    random = Random(f"{signals.times} {hash(signals.prompt)}")
 
     def text() -> str:
-        return "".join(random.choices(WORDS, k=random.randint(1, 6)))
+        return "".join(random.choices(TEXTS, k=random.randint(1, 6)))
 
     called = random.random() < 0.6
     return ScriptedAnswer(
@@ -95,14 +95,14 @@ class OnEngine:
                 call_id=name,
                 prompt=truth.prompt_ids,
                 sampled=truth.sampled_ids,
-                logprobs=self._told(truth),
+                logprobs=self._reported(truth),
                 delivered=truth.outcome == "served",
                 policy=name not in self._judged,
             )
             for name, truth in self._shared.of(self._seed)
         ]
 
-    def _told(self, truth: Truth) -> tuple[float, ...]:
+    def _reported(self, truth: Truth) -> tuple[float, ...]:
         if self.way == "llamacpp":  # which tells probabilities
             return tuple(math.log(math.exp(p)) for p in truth.scaled_logprobs)
         return truth.raw_logprobs
@@ -121,7 +121,7 @@ class Shared:
         self.clients["chat"] = ChatIdsClient(connect(at), kind="raw")
 
     def of(self, seed: int) -> list[tuple[str, Truth]]:
-        """Call and truth of one episode; asked for when all have ended."""
+        """Call and truth of one episode, after all have ended."""
         if self._sorted is None:
             self._sorted = {}
             for truth in self._engine.truth:
@@ -148,7 +148,7 @@ async def play(shared: Shared, count: int) -> list[Episode]:
     return await asyncio.gather(*map(one, range(count)))
 
 
-async def test_episodes_over_sockets_hold_what_was_sampled(tmp_path):
+async def test_episodes_over_sockets_record_what_was_sampled(tmp_path):
     async with engine_at(tmp_path / "t", speaker=drifting, faults=FAULTS) as engine:
         shared = Shared(engine, load_renderer(engine.config.tokenizer))
         episodes = await play(shared, EPISODES)

@@ -7,7 +7,6 @@ from engines_kit import (
     STEPS,
     WIRES,
     agree,
-    asked,
     client_at,
     continues,
     engine_at,
@@ -15,6 +14,7 @@ from engines_kit import (
     played,
     request_of,
     script,
+    user_turn,
 )
 
 from hermes_rl.errors import (
@@ -43,25 +43,25 @@ from hermes_rl.testing import tiny_renderer
     "fields",
     [{"sampling": Sampling(stop=("</s>",))}, {"extra": {"stop": ["x"]}}, {"extra": {"n": 2}}],
 )
-async def test_what_would_break_the_ids_is_refused(tmp_path, fields):
+async def test_options_that_break_ids_are_refused(tmp_path, fields):
     async with client_at("vllm", tmp_path / "t") as (engine, client):
-        request = request_of(Conversation(asked("a")), **fields)
+        request = request_of(Conversation(user_turn("a")), **fields)
         with pytest.raises(UserError, match="exact tokens"):
             await client.complete(request)
     assert not engine.truth
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_the_sdk_s_transport_carries_ids_as_well(tmp_path, wire):
+async def test_sdk_transport_carries_ids(tmp_path, wire):
     async with engine_at(tmp_path / "t", split="random") as engine:
         endpoint = Endpoint(engine.base_url, transport="sdk", api_key="k")
         client = token_client(endpoint, tiny_renderer(), wire)
-        _, answers = await played(client, asked(script({"run": "ls"}, "done")))
+        _, answers = await played(client, user_turn(script({"run": "ls"}, "done")))
         await client.aclose()
     agree(answers, engine.truth, kind(wire))
 
 
-async def test_images_are_refused_before_anything_is_sent(tmp_path):
+async def test_images_are_refused_before_sending(tmp_path):
     async with client_at("vllm", tmp_path / "t") as (engine, client):
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
         request = request_of(Conversation([UserMessage(content=[picture])]))
@@ -84,12 +84,10 @@ FAULTS = {
 
 @pytest.mark.parametrize(("fault", "error"), FAULTS.items())
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_failed_call_leaves_no_trace_and_the_next_has_the_same_prompt(
-    tmp_path, wire, fault, error
-):
+async def test_failed_call_does_not_change_the_next_prompt(tmp_path, wire, fault, error):
     async with client_at(wire, tmp_path / "t", split="random") as (engine, client):
         steps = ({"run": "ls"}, [{"text": "lost", "fault": fault}, {"text": "found"}], "end")
-        conversation, answers = await played(client, asked(script(*steps)), turns=1)
+        conversation, answers = await played(client, user_turn(script(*steps)), turns=1)
         conversation.append(UserMessage(content="And?"))
         with pytest.raises(error):
             await client.complete(request_of(conversation, 1))
@@ -103,22 +101,22 @@ async def test_a_failed_call_leaves_no_trace_and_the_next_has_the_same_prompt(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_prompt_that_does_not_fit_is_an_overflow(tmp_path, wire):
+async def test_prompt_beyond_the_window_is_an_overflow(tmp_path, wire):
     async with client_at(wire, tmp_path / "t", window=64) as (_engine, client):
         with pytest.raises(ContextOverflow) as refused:
-            await client.complete(request_of(Conversation(asked("word " * 100))))
+            await client.complete(request_of(Conversation(user_turn("word " * 100))))
     assert refused.value.facts.context_limit == 64
 
 
-async def test_calls_side_by_side_keep_their_own_ids(tmp_path):
+async def test_concurrent_calls_keep_their_ids(tmp_path):
     slow = {"split": "random", "latency_s": 0.01}
     async with client_at("vllm", tmp_path / "t", **slow) as (engine, client):
-        parallel = Conversation(asked("Say something."))
+        parallel = Conversation(user_turn("Say something."))
         same = [client.complete(request_of(parallel, n)) for n in range(8)]
-        runs = [played(client, asked(script(*STEPS[:1], f"end {n}"))) for n in range(12)]
+        runs = [played(client, user_turn(script(*STEPS[:1], f"end {n}"))) for n in range(12)]
         together = await asyncio.gather(asyncio.gather(*same), asyncio.gather(*runs))
         parallel.append(together[0][0].message)
-        parallel.append(UserMessage(content="Go on."))
+        parallel.append(UserMessage(content="Continue."))
         gone_on = await client.complete(request_of(parallel, 99))
     answers, played_runs = together
     truth = {entry.request_id: entry for entry in engine.truth}
@@ -152,18 +150,18 @@ class Gated:
             await self.gate.wait()
         if number == 2:
             raise ConnectionLost("the answer was lost")
-        said = tuple(tiny_renderer().tokenizer.encode("Well."))
-        tokens = TokenCapture(request.prompt_ids, said, (-0.5,) * len(said))
+        text = tuple(tiny_renderer().tokenizer.encode("Well."))
+        tokens = TokenCapture(request.prompt_ids, text, (-0.5,) * len(text))
         return Completion(AssistantMessage(), "stop", None, tokens=tokens)
 
     async def aclose(self) -> None:
         pass
 
 
-async def test_what_is_said_while_a_call_is_under_way_is_no_part_of_its_prompt():
+async def test_messages_added_during_a_call_are_not_in_its_prompt():
     engine = Gated()
     client = TokenClient(engine, tiny_renderer())
-    conversation = Conversation(asked("Say."))
+    conversation = Conversation(user_turn("Say."))
     first = asyncio.create_task(client.complete(request_of(conversation, 0)))
     await asyncio.sleep(0)
     assert len(engine.prompts) == 1
@@ -178,7 +176,7 @@ async def test_what_is_said_while_a_call_is_under_way_is_no_part_of_its_prompt()
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_is_not_said_is_sent_as_what_it_means(wire):
+def test_unset_sampling_is_sent_explicitly(wire):
     """A server's own defaults (a model's generation_config) would shape the distribution."""
     ends = tiny_renderer().end_ids
     request = request_of(Conversation(), sampling=Sampling())
@@ -193,6 +191,6 @@ def test_what_is_not_said_is_sent_as_what_it_means(wire):
         assert params["skip_special_tokens"] is False
 
 
-async def test_an_unknown_engine_is_said():
+async def test_unknown_engine_is_reported():
     with pytest.raises(UserError, match="no token wire 'tgi'"):
         token_client(Endpoint("http://127.0.0.1:9/v1"), tiny_renderer(), "tgi")

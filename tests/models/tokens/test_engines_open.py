@@ -3,22 +3,22 @@
 import asyncio
 from itertools import pairwise
 
-from engines_kit import agree, asked, client_at, continues, request_of, script
+from engines_kit import agree, client_at, continues, request_of, script, user_turn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.messages import SystemMessage, UserMessage
 from hermes_rl.models import Conversation
 
-said = st.text(st.characters(codec="utf-8"), max_size=30)
+text = st.text(st.characters(codec="utf-8"), max_size=30)
 steps = st.lists(
     st.fixed_dictionaries(
         {},
         optional={
-            "text": said,
-            "reasoning": said,
+            "text": text,
+            "reasoning": text,
             "plain": st.sampled_from(["<|im_end|>", "<tool_call>", "</think>", "é\u200d🙂"]),
-            "run": said,
+            "run": text,
             "lookalike": st.booleans(),
             "end": st.sampled_from([True, True, False, "<|endoftext|>"]),
             "cut": st.integers(1, 40),
@@ -32,15 +32,17 @@ steps = st.lists(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=steps, family=st.sampled_from(["chatml", "coder", "text_arguments"]))
-def test_whatever_is_said_the_ids_are_the_engine_s(tmp_path, steps, family):
+def test_ids_equal_those_of_the_engine_for_any_conversation(tmp_path, steps, family):
     async def episode() -> None:
         async with client_at("vllm", tmp_path / family, family=family) as (engine, client):
-            conversation = Conversation([SystemMessage(content="S"), *asked(script(*steps))[1:]])
+            conversation = Conversation(
+                [SystemMessage(content="S"), *user_turn(script(*steps))[1:]]
+            )
             answers = []
             for number in range(len(steps)):
                 answers.append(await client.complete(request_of(conversation, number)))
                 conversation.append(answers[-1].message)
-                conversation.append(UserMessage(content="Go on. <|im_start|>"))
+                conversation.append(UserMessage(content="Continue. <|im_start|>"))
         agree(answers, engine.truth)
         for before, after in pairwise(answers):
             assert continues(after, before)

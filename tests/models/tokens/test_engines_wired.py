@@ -4,7 +4,7 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from engines_kit import FREE, ROUTES, TOOLS, asked, config_of, continues, engine_at, script
+from engines_kit import FREE, ROUTES, TOOLS, config_of, continues, engine_at, script, user_turn
 
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
@@ -12,7 +12,7 @@ from hermes_rl.events import CallEnded, EventLog
 from hermes_rl.messages import ToolMessage
 from hermes_rl.models import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
-from hermes_rl.models.providers import wanted_ids
+from hermes_rl.models.providers import wanted_token_ids
 from hermes_rl.testing import FaultPlan
 from hermes_rl.wiring import open_run_context, reach
 
@@ -25,7 +25,7 @@ MIXED = FaultPlan(
 
 
 async def episode(caller: ModelCaller, prompt: str) -> list[Completion]:
-    request = ModelRequest("toy", Conversation(asked(prompt)), "", tools=TOOLS, sampling=FREE)
+    request = ModelRequest("toy", Conversation(user_turn(prompt)), "", tools=TOOLS, sampling=FREE)
     answers = []
     for turn in range(1, 9):
         answers.append(await caller.call(request, turn=turn))
@@ -40,7 +40,7 @@ async def episode(caller: ModelCaller, prompt: str) -> list[Completion]:
 
 
 @pytest.mark.parametrize("way", ROUTES)
-async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way):
+async def test_every_token_wire_keeps_ids_through_retries(tmp_path, way):
     routes = frozenset({ROUTES[way]})
     async with engine_at(tmp_path / "t", routes=routes, split="random", version="v3") as engine:
         named = {} if way == "chat" else {"tokenizer": str(engine.config.tokenizer)}
@@ -76,16 +76,16 @@ async def test_every_way_keeps_its_ids_through_faults_and_retries(tmp_path, way)
             assert after.tokens.fork_reason is None
 
 
-async def test_a_run_context_without_a_plan_searches_itself_and_only_with_the_preset_rl(tmp_path):
+async def test_run_context_probes_for_ids_only_with_preset_rl(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         tokenizer = {"tokenizer": str(engine.config.tokenizer)}
         config = parse_config(config_of(engine, endpoint=tokenizer))
         async with open_run_context(config, run_id="r", concurrency=1, config_hash="c") as context:
             assert context.models.seen("toy").api_mode == "vllm_completions"
-        asked_before = len(engine.truth)
+        requests_before = len(engine.truth)
         datagen = {"preset": "datagen"}
         assert (await reach(parse_config(config_of(engine, agent=datagen)))).tokens is None
-        assert len(engine.truth) == asked_before
+        assert len(engine.truth) == requests_before
         chat = config_of(engine, agent=datagen, endpoint={"tokens": "chat"})
         assert (await reach(parse_config(chat))).tokens.way == "chat"
 
@@ -103,26 +103,28 @@ ELSEWHERE = {
     [
         (
             {"model": {"reasoning": "high"}},
-            r"model\.reasoning is not told with prompts",
+            r"model\.reasoning is not sent with prompts",
             CHAT,
             "chat",
         ),
-        ({"model": {"stop": "END"}}, r"model\.stop is a text, and prompts of ids", CHAT, "chat"),
+        ({"model": {"stop": "END"}}, r"model\.stop is text, and prompts of ids", CHAT, "chat"),
         (
             {"model": {"extra_body": {"repetition_penalty": 1.1}}},
-            r"model\.extra_body is of chat requests",
+            r"model\.extra_body applies to chat requests",
             CHAT,
             "chat",
         ),
         (
             {"agent": {"preset": "datagen"}, "endpoint": SAME_ADDRESS},
-            "not of the fallback other, which is at the same",
+            "not belong to the fallback other at the same",
             {"endpoint": ELSEWHERE},
             "vllm",
         ),
     ],
 )
-async def test_what_prompts_of_ids_cannot_carry_is_refused(tmp_path, changes, reason, instead, way):
+async def test_options_unsupported_with_prompts_of_ids_are_refused(
+    tmp_path, changes, reason, instead, way
+):
     async with engine_at(tmp_path / "t") as engine:
         changes = {"endpoint": {}, **changes}
         tokenizer = {"tokenizer": str(engine.config.tokenizer)}
@@ -133,7 +135,7 @@ async def test_what_prompts_of_ids_cannot_carry_is_refused(tmp_path, changes, re
         assert (await reach(parse_config(config_of(engine, **accepted)))).tokens.way == way
 
 
-def test_one_tokenizer_is_not_for_several_models():
+def test_one_tokenizer_for_several_models_is_refused():
     form = {
         "dataset": {"path": "x"},
         "model": {"mix": {"a": 1, "b": 1}},
@@ -141,12 +143,12 @@ def test_one_tokenizer_is_not_for_several_models():
         "endpoint": {"base_url": "http://127.0.0.1:9/v1", "tokenizer": "t"},
     }
     with pytest.raises(UserError, match=r"model\.mix has several"):
-        wanted_ids(parse_config(form))
+        wanted_token_ids(parse_config(form))
     form["endpoint"]["tokens"] = "chat"
-    assert wanted_ids(parse_config(form)) == "chat"
+    assert wanted_token_ids(parse_config(form)) == "chat"
 
 
-async def test_the_embedded_model_has_ways_of_its_own():
+async def test_embedded_model_supports_chat_and_llamacpp():
     form = {
         "dataset": {"path": "x"},
         "model": {"name": "local-tiny"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from engines_kit import asked, client_at, engine_at, played, request_of, script, texts
+from engines_kit import client_at, engine_at, played, request_of, script, texts, user_turn
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -35,14 +35,14 @@ END = LEXICON.added["<|im_end|>"]
 
 
 @given(st.text(max_size=60), st.randoms(use_true_random=False))
-def test_every_spelling_of_a_text_is_that_text(text, random):
+def test_every_tokenization_decodes_to_the_text(text, random):
     text = text.encode("utf-8", "replace").decode()
     for tokens in (LEXICON.plain(text), LEXICON.plain(text, random)):
         assert LEXICON.text(tokens) == text
         assert not set(tokens) & set(LEXICON.added.values())
 
 
-def test_markup_is_a_token_and_what_only_looks_like_an_end_is_none():
+def test_markup_becomes_tokens_and_lookalikes_stay_text():
     mouth = AnswerTokenizer(LEXICON, END)
     step = {"text": "<|im_end|> it", "calls": [{"name": "terminal", "arguments": {"a": 1}}]}
     from random import Random
@@ -60,12 +60,12 @@ def test_markup_is_a_token_and_what_only_looks_like_an_end_is_none():
 
 
 @pytest.mark.parametrize("step", [3, {"txt": "a"}, {"cut": "many"}])
-def test_a_step_that_is_none_is_said(step):
+def test_invalid_step_is_reported(step):
     with pytest.raises(InvalidScript, match="step of SCRIPT"):
         parse_scripted(step)
 
 
-def test_logprobs_are_the_log_softmax_and_chances_follow_them():
+def test_logprobs_are_the_log_softmax_and_samples_follow_them():
     policy = Policy(LEXICON, 0, END)
     logits = policy.logits(policy.start([1, 2, 3]))
     for temperature in (0.5, 1.0, 2.0):
@@ -83,10 +83,10 @@ def test_logprobs_are_the_log_softmax_and_chances_follow_them():
     assert {pick(logits, Params(min_p=0.999), c) for c in (0.0, 0.99)} == {best}
 
 
-async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
+async def test_log_file_has_every_id(tmp_path):
     log = tmp_path / "truth.jsonl"
     async with client_at("vllm", tmp_path / "t", log=log) as (engine, client):
-        await played(client, asked(script({"run": "ls"}, {"text": "cut", "cut": 2})))
+        await played(client, user_turn(script({"run": "ls"}, {"text": "cut", "cut": 2})))
         truth = engine.truth
     assert read_truth(log) == truth
     assert [entry.call_id for entry in truth] == ["call-0", "call-1"]
@@ -104,7 +104,7 @@ async def test_the_log_holds_every_id_and_survives_in_a_file(tmp_path):
     ],
 )
 @pytest.mark.parametrize("behind", ["", "\n", " Be quick."])
-async def test_a_script_may_be_all_that_a_prompt_says(tmp_path, family, header, behind):
+async def test_script_may_be_the_complete_prompt(tmp_path, family, header, behind):
     """What a template puts before and behind it belongs to no script."""
     steps = json.dumps([{"text": "one"}, {"text": "[two]"}, [{"text": "three"}]])
     async with client_at("vllm", tmp_path / "t", family=family, header=header) as (_engine, client):
@@ -116,16 +116,18 @@ async def test_a_script_may_be_all_that_a_prompt_says(tmp_path, family, header, 
     assert texts(conversation) == ["one", "[two]", "three", "done"]
 
 
-async def test_the_same_requests_get_the_same_answers_and_another_seed_others(tmp_path):
+async def test_answers_are_deterministic_per_seed(tmp_path):
     async def answers(seed: int, sampling_seed: int) -> list[tuple[int, ...]]:
         async with client_at("vllm", tmp_path / "t", seed=seed) as (engine, client):
             for _ in range(2):
-                await played(client, asked("Say."), turns=1, sampling=Sampling(seed=sampling_seed))
+                await played(
+                    client, user_turn("Say."), turns=1, sampling=Sampling(seed=sampling_seed)
+                )
             return [entry.sampled_ids for entry in engine.truth]
 
     first, again = await answers(1, 7), await answers(1, 7)
     assert first == again
-    assert first[0] != first[1]  # asked twice, sampled twice
+    assert first[0] != first[1]  # two requests, two samples
     assert await answers(2, 7) != first
     assert await answers(1, 8) != first
 
@@ -139,7 +141,7 @@ async def ask(engine, route: str, body: dict) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "said"),
+    ("route", "body", "message"),
     [
         ("/v1/completions", {"prompt": [10**6]}, "out of the vocabulary"),
         ("/v1/completions", {"prompt": [[1]]}, "list of token ids"),
@@ -150,15 +152,15 @@ async def ask(engine, route: str, body: dict) -> tuple[int, dict]:
         ("/v1/completions", {"prompt": [1] * 40}, "maximum context length is 32 tokens"),
     ],
 )
-async def test_what_it_cannot_serve_is_refused(tmp_path, route, body, said):
+async def test_unsupported_requests_are_refused(tmp_path, route, body, message):
     async with engine_at(tmp_path / "t", window=32) as engine:
         status, form = await ask(engine, route, body)
         assert status == 400
-        assert said in form["error"]["message"]
+        assert message in form["error"]["message"]
         assert [entry.outcome for entry in engine.truth] == ["refused"]
 
 
-async def test_it_runs_as_a_program(tmp_path):
+async def test_exact_engine_runs_as_a_program(tmp_path):
     folder = write_tiny_tokenizer(tmp_path / "t")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "hermes_rl.testing.exact_engine"),
@@ -169,8 +171,8 @@ async def test_it_runs_as_a_program(tmp_path):
     )
     try:
         async with asyncio.timeout(60):
-            told = json.loads(await process.stdout.readline())
-        url = f"{told['base_url']}/completions"
+            reported = json.loads(await process.stdout.readline())
+        url = f"{reported['base_url']}/completions"
         body = {"prompt": [1, 2], "max_tokens": 3}
         async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
             assert (await response.json())["usage"]["completion_tokens"] <= 3

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from engines_kit import FREE, ROUTES, WIRES, asked, engine_at, request_of, script
+from engines_kit import FREE, ROUTES, WIRES, engine_at, request_of, script, user_turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,10 +25,10 @@ from hermes_rl.models.providers import Probe, exact_clients
 from hermes_rl.models.tokens import (
     ChatIdsClient,
     TokenPlan,
+    classify_logprobs,
     client_for,
-    filters_shown,
-    kind_of,
     load_renderer,
+    logprobs_follow_filters,
 )
 from hermes_rl.testing import (
     FakeConfig,
@@ -44,15 +44,15 @@ logits = st.lists(st.floats(-8, 8), min_size=4, max_size=30, unique=True)
 
 
 @given(logits, st.integers(3, 20))
-def test_scaled_logprobs_are_told_from_raw_ones(values, most):
+def test_scaled_and_raw_logprobs_are_distinguished(values, most):
     table = dict(enumerate(values))
     raw, half = log_softmax(table), log_softmax(table, 0.5)
     best = sorted(table, key=lambda t: -table[t])[:most]
-    told = {t: raw[t] for t in best}
+    reported = {t: raw[t] for t in best}
     if sum((raw[t] - raw[best[0]]) ** 2 for t in best) < 0.02:
-        return  # all equally likely: nothing can be told
-    assert kind_of(told, {t: half[t] for t in best}) == "sampling"
-    assert kind_of(told, {t: raw[t] for t in best}) == "raw"
+        return  # all equally likely: undecidable
+    assert classify_logprobs(reported, {t: half[t] for t in best}) == "sampling"
+    assert classify_logprobs(reported, {t: raw[t] for t in best}) == "raw"
 
 
 SAMPLINGS = {
@@ -66,25 +66,25 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("way", ["sglang", "vllm", "chat"])
 @pytest.mark.parametrize("kind", ["scaled", "processed"])
-async def test_logprobs_before_filters_are_not_those_of_a_policy_that_filters(tmp_path, way, kind):
-    said = {}
+async def test_logprobs_before_filters_are_unknown_under_filters(tmp_path, way, kind):
+    text = {}
     async with engine_at(tmp_path / "t", logprobs=kind) as engine:
         plan = await search_at(engine).plan(way)
         client = client_for(plan, Endpoint(engine.base_url), load_renderer(tmp_path / "t"))
         for name, sampling in SAMPLINGS.items():
-            request = request_of(Conversation(asked("Say.")), sampling=sampling)
+            request = request_of(Conversation(user_turn("Say.")), sampling=sampling)
             answer = await client.complete(replace(request, call_id=name))
-            told, entry = answer.tokens, engine.truth[-1]
-            said[name] = told.logprobs_kind
-            if said[name] == "sampling" and name == "free":
-                assert told.logprobs == pytest.approx(entry.scaled_logprobs)
+            reported, entry = answer.tokens, engine.truth[-1]
+            text[name] = reported.logprobs_kind
+            if text[name] == "sampling" and name == "free":
+                assert reported.logprobs == pytest.approx(entry.scaled_logprobs)
         await client.aclose()
     filters = "sampling" if kind == "processed" else "unknown"
     cut = dict.fromkeys(("top_p", "top_k", "min_p"), filters)
-    assert said == {"free": "sampling", **cut, "greedy": "unknown"}
-    told = {name: "\n".join(plan.lines(sampling)) for name, sampling in SAMPLINGS.items()}
-    in_vain = {name for name, lines in told.items() if "nothing will be trainable" in lines}
-    assert in_vain == {name for name, found in said.items() if found == "unknown"}
+    assert text == {"free": "sampling", **cut, "greedy": "unknown"}
+    reported = {name: "\n".join(plan.lines(sampling)) for name, sampling in SAMPLINGS.items()}
+    in_vain = {name for name, lines in reported.items() if "nothing will be trainable" in lines}
+    assert in_vain == {name for name, found in text.items() if found == "unknown"}
 
 
 IN_VAIN = [
@@ -100,31 +100,29 @@ IN_VAIN = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "filtered", "sampling", "said"), IN_VAIN)
-def test_a_run_whose_logprobs_nobody_can_train_on_is_told_at_its_start(
-    kind, filtered, sampling, said
-):
+@pytest.mark.parametrize(("kind", "filtered", "sampling", "text"), IN_VAIN)
+def test_untrainable_logprobs_are_reported_at_the_start(kind, filtered, sampling, text):
     plan = TokenPlan(way="sglang", logprobs=kind, filtered=filtered)
     assert len(plan.lines()) == 1
     _, *more = plan.lines(sampling)
     assert [line for line in more if line.startswith("nothing will be trainable: ")] == more
-    assert (said in more[0]) if said else not more
+    assert (text in more[0]) if text else not more
 
 
 class Answering:
-    """A chat client that keeps what it was asked and gives one answer."""
+    """A chat client that keeps its requests and gives one answer."""
 
     api_mode, endpoint = "chat_completions", "here"
 
     def __init__(self, **usage: int) -> None:
-        self.asked: list[ModelRequest] = []
+        self.requests: list[ModelRequest] = []
         self._usage = Usage(**usage) if usage else None
 
     def bound(self, request: ModelRequest) -> int:
         return 1
 
     async def complete(self, request: ModelRequest) -> Completion:
-        self.asked.append(request)
+        self.requests.append(request)
         tokens = TokenCapture((1, 2, 3), (4, 5), (-0.5, -0.25))
         return Completion(AssistantMessage(content="a"), "stop", self._usage, tokens=tokens)
 
@@ -132,20 +130,22 @@ class Answering:
         pass
 
 
-async def test_a_chat_endpoint_is_told_all_of_the_sampling_too():
+async def test_chat_endpoint_gets_explicit_sampling():
     """vLLM takes a repetition penalty from a model's files (Qwen 2.5: 1.05), and llama.cpp min-p
     0.05 from itself: neither would show in the logprobs."""
     inner = Answering()
     client = ChatIdsClient(inner, kind="raw")
-    answer = await client.complete(request_of(Conversation(asked("a")), sampling=Sampling(seed=3)))
-    body = {**inner.asked[0].sampling.as_dict(), **inner.asked[0].extra}
+    answer = await client.complete(
+        request_of(Conversation(user_turn("a")), sampling=Sampling(seed=3))
+    )
+    body = {**inner.requests[0].sampling.as_dict(), **inner.requests[0].extra}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 3}
     off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert body == plain | off
-    assert answer.tokens.sampling == inner.asked[0].sampling
-    own = {"repetition_penalty": 1.2}
-    await client.complete(request_of(Conversation(asked("a")), sampling=FREE, extra=own))
-    assert inner.asked[1].extra == off | own
+    assert answer.tokens.sampling == inner.requests[0].sampling
+    custom = {"repetition_penalty": 1.2}
+    await client.complete(request_of(Conversation(user_turn("a")), sampling=FREE, extra=custom))
+    assert inner.requests[1].extra == off | custom
 
 
 @pytest.mark.parametrize(
@@ -157,27 +157,29 @@ async def test_a_chat_endpoint_is_told_all_of_the_sampling_too():
         ({"input_tokens": 4, "output_tokens": 2}, False),
     ],
 )
-async def test_ids_that_are_not_all_there_are_not_trained_on(usage, kept):
+async def test_incomplete_ids_are_not_trained_on(usage, kept):
     """An answer's end token that a server counts and does not give: what is left was not sampled
     as it stands."""
     client = ChatIdsClient(Answering(**usage), kind="sampling", filtered=True)
-    answer = await client.complete(request_of(Conversation(asked("a"))))
+    answer = await client.complete(request_of(Conversation(user_turn("a"))))
     assert answer.tokens.completion_ids == (4, 5)
     assert (answer.tokens.logprobs is not None) == kept
 
 
 @given(logits, st.integers(3, 20))
-def test_what_a_filter_left_is_told_from_what_it_did_not_touch(values, most):
+def test_logprobs_after_filters_are_detected(values, most):
     table = dict(enumerate(values))
     likely = sorted(table, key=lambda t: -table[t])[:most]
     open_, best = log_softmax(table), log_softmax({t: table[t] for t in likely[:2]})
-    told = {t: open_[t] for t in likely}
-    assert not filters_shown(told, told)
-    assert filters_shown(told, best) == (sum(math.exp(open_[t]) for t in likely[:2]) < 0.98)
-    assert not filters_shown(told, {})
+    reported = {t: open_[t] for t in likely}
+    assert not logprobs_follow_filters(reported, reported)
+    assert logprobs_follow_filters(reported, best) == (
+        sum(math.exp(open_[t]) for t in likely[:2]) < 0.98
+    )
+    assert not logprobs_follow_filters(reported, {})
 
 
-async def test_other_places_of_a_mix_are_not_credited_with_the_logprobs_of_the_first(tmp_path):
+async def test_logprobs_of_unprobed_places_are_unknown(tmp_path):
     async with (
         engine_at(tmp_path / "a", logprobs="processed") as first,
         engine_at(tmp_path / "b", logprobs="raw") as other,
@@ -187,7 +189,7 @@ async def test_other_places_of_a_mix_are_not_credited_with_the_logprobs_of_the_f
         kinds = []
         for engine in (first, other):
             client = make(Endpoint(engine.base_url))
-            answer = await client.complete(request_of(Conversation(asked("Say."))))
+            answer = await client.complete(request_of(Conversation(user_turn("Say."))))
             kinds.append(answer.tokens.logprobs_kind)
             await client.aclose()
     assert kinds == ["sampling", "unknown"]
@@ -205,8 +207,8 @@ async def test_other_places_of_a_mix_are_not_credited_with_the_logprobs_of_the_f
         ({1: -1.0, 2: math.nan}, {1: -1.0, 2: math.nan}),
     ],
 )
-def test_what_cannot_be_told_is_unknown(at_one, at_half):
-    assert kind_of(at_one, at_half) == "unknown"
+def test_undecidable_logprobs_are_unknown(at_one, at_half):
+    assert classify_logprobs(at_one, at_half) == "unknown"
 
 
 def search_at(engine, *, tokenizer: bool = True) -> Probe:
@@ -216,16 +218,14 @@ def search_at(engine, *, tokenizer: bool = True) -> Probe:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("kind", ["raw", "scaled", "processed"])
-async def test_auto_finds_the_route_that_is_there_and_what_its_logprobs_are_of(
-    tmp_path, wire, kind
-):
+async def test_auto_finds_the_available_route_and_its_logprobs(tmp_path, wire, kind):
     routes = frozenset({ROUTES[wire], ROUTES["chat"]})
     async with engine_at(tmp_path / "t", routes=routes, logprobs=kind) as engine:
         plan = await search_at(engine).plan("auto")
         by_name = await search_at(engine).plan("vllm" if wire.startswith("vllm") else wire)
     assert (plan.way, plan.logprobs) == (by_name.way, by_name.logprobs)
     assert plan.way == wire
-    kind = "processed" if wire == "llamacpp" else kind  # which is asked for those after sampling
+    kind = "processed" if wire == "llamacpp" else kind  # it is asked for those after sampling
     assert plan.logprobs == ("raw" if kind == "raw" else "sampling")
     assert plan.filtered == (kind == "processed")
     looks = [wire, f"{wire}, T 0.5", *([] if kind == "raw" else [f"{wire}, top_k 2"])]
@@ -235,26 +235,26 @@ async def test_auto_finds_the_route_that_is_there_and_what_its_logprobs_are_of(
 
 @pytest.mark.parametrize("spelling", ["vllm", "sglang"])
 @pytest.mark.parametrize("kind", ["raw", "scaled"])
-async def test_without_a_tokenizer_a_chat_endpoint_gives_the_ids(tmp_path, spelling, kind):
+async def test_chat_endpoint_gives_ids_without_a_tokenizer(tmp_path, spelling, kind):
     async with engine_at(tmp_path / "t", chat_ids=spelling, logprobs=kind) as engine:
         plan = await search_at(engine, tokenizer=False).plan("auto")
         assert (plan.way, plan.spelling) == ("chat", spelling)
         assert plan.logprobs == {"raw": "raw", "scaled": "sampling"}[kind]
         client = client_for(plan, Endpoint(engine.base_url), None)
-        conversation = Conversation(asked(script({"text": "yes", "split": "random"})))
+        conversation = Conversation(user_turn(script({"text": "yes", "split": "random"})))
         request = replace(request_of(conversation), stream=spelling == "sglang")
         answer = await client.complete(request)
         await client.aclose()
         entry = engine.truth[-1]
     assert answer.tokens.prompt_ids == entry.prompt_ids
     assert answer.tokens.completion_ids == entry.sampled_ids
-    told = entry.raw_logprobs if kind == "raw" else entry.scaled_logprobs
-    assert answer.tokens.logprobs == pytest.approx(told)
+    reported = entry.raw_logprobs if kind == "raw" else entry.scaled_logprobs
+    assert answer.tokens.logprobs == pytest.approx(reported)
     assert answer.tokens.logprobs_kind == plan.logprobs
     assert answer.tokens.source == "engine"
 
 
-async def test_an_endpoint_without_ids_gives_none_and_says_so(tmp_path):
+async def test_endpoint_without_ids_is_reported(tmp_path):
     async with engine_at(
         tmp_path / "t", chat_ids="none", routes=frozenset({ROUTES["chat"]})
     ) as engine:
@@ -262,19 +262,19 @@ async def test_an_endpoint_without_ids_gives_none_and_says_so(tmp_path):
         assert not plan.exact
         assert "gives none with its answers. Rows get no segments" in plan.lines()[0]
         client = client_for(plan, Endpoint(engine.base_url), None)
-        answer = await client.complete(request_of(Conversation(asked("Say."))))
+        answer = await client.complete(request_of(Conversation(user_turn("Say."))))
         await client.aclose()
     assert answer.tokens is None
 
 
-async def test_a_hosted_provider_that_ignores_the_question_gives_none():
+async def test_provider_that_ignores_the_request_gives_no_ids():
     async with FakeServer(FakeConfig(script="noop")) as server:
         plan = await Probe(Endpoint(server.base_url), "m").plan("auto")
     assert plan.way == "off"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "tokenizer", "said"),
+    ("wanted", "tokenizer", "text"),
     [
         ("vllm", False, "endpoint.tokens=vllm needs endpoint.tokenizer"),
         ("sglang", True, "takes no prompt of ids (sglang: ModelNotFound"),
@@ -282,17 +282,17 @@ async def test_a_hosted_provider_that_ignores_the_question_gives_none():
         ("chat", True, "endpoint.tokens=chat: 127.0.0.1"),
     ],
 )
-async def test_a_way_that_was_asked_for_by_name_must_be_there(tmp_path, wanted, tokenizer, said):
+async def test_route_requested_by_name_must_exist(tmp_path, wanted, tokenizer, text):
     async with engine_at(
         tmp_path / "t", chat_ids="none", routes=frozenset({"/v1/completions", ROUTES["chat"]})
     ) as engine:
         with pytest.raises(UserError) as refused:
             await search_at(engine, tokenizer=tokenizer).plan(wanted)
-    assert said in str(refused.value)
+    assert text in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
+async def test_wrong_tokenizer_is_detected(tmp_path):
     from hermes_rl.testing import tokenizer_json
 
     other = write_tiny_tokenizer(tmp_path / "other")
@@ -305,7 +305,7 @@ async def test_the_tokenizer_of_another_model_is_found_out(tmp_path):
             await search.plan("vllm")
 
 
-async def test_a_fault_that_passes_costs_a_run_nothing_and_one_that_stays_is_said(tmp_path):
+async def test_transient_probe_faults_are_retried_and_lasting_ones_reported(tmp_path):
     passing = FaultPlan(seed=13, rates={"rate_limit": 0.4, "reset": 0.2}, retry_after_s=0.01)
     async with engine_at(tmp_path / "t", faults=passing) as engine:
         plan = await search_at(engine).plan("auto")
@@ -322,7 +322,7 @@ async def test_a_fault_that_passes_costs_a_run_nothing_and_one_that_stays_is_sai
             await search_at(engine).plan("vllm")
 
 
-async def test_off_asks_nothing():
+async def test_off_makes_no_probe():
     assert await Probe(Endpoint("http://127.0.0.1:9/v1"), "m").plan("off") == TokenPlan()
     endpoint = Endpoint("http://127.0.0.1:9/v1")
     clients = [client_for(TokenPlan(), endpoint, None), connect(endpoint)]
@@ -331,14 +331,14 @@ async def test_off_asks_nothing():
         await client.aclose()
 
 
-async def test_a_template_that_forks_is_told_at_the_start(tmp_path):
+async def test_forking_template_is_reported_at_the_start(tmp_path):
     async with engine_at(tmp_path / "t", family="qwen3") as engine:
         plan = await search_at(engine).plan("auto")
     assert any("reasoning" in line for line in plan.template)
     assert tiny_renderer("qwen3").preserves_prefix().lines() == list(plan.template)
 
 
-async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
+async def test_doctor_shows_how_a_run_gets_ids(tmp_path):
     from hermes_rl.cli import Query, models
 
     async with engine_at(tmp_path / "t", logprobs="scaled") as engine:
@@ -348,6 +348,6 @@ async def test_the_doctor_tells_how_a_run_would_get_its_ids(tmp_path):
             f"  tokenizer: {engine.config.tokenizer}\n  tokens: sglang\n"
         )
         found = await asyncio.to_thread(models, Query(model="toy", config=config))
-    told = [f for f in found if f.name == "exact tokens"]
-    assert told[0].good
-    assert told[0].text == "token ids by sglang; logprobs: sampling"
+    reported = [f for f in found if f.name == "exact tokens"]
+    assert reported[0].good
+    assert reported[0].text == "token ids by sglang; logprobs: sampling"

@@ -15,8 +15,8 @@ from render_kit import texts
 
 from hermes_rl.errors import UserError
 from hermes_rl.messages import AssistantMessage, ToolCall, UserMessage
-from hermes_rl.models import looks_unparsed
-from hermes_rl.models.tokens import PARSERS, Parsed, ToolCallParser, parser_named, typed
+from hermes_rl.models import has_unparsed_call
+from hermes_rl.models.tokens import PARSERS, Parsed, ToolCallParser, find_parser, typed
 from hermes_rl.testing import tiny_renderer
 
 SCHEMA: dict[str, Any] = {
@@ -42,7 +42,7 @@ TOOLS = [
     for name in ("terminal", "now")
 ]
 HERMES, CODER, LLAMA, MISTRAL = (
-    parser_named(name) for name in ("hermes", "qwen3_coder", "llama3_json", "mistral")
+    find_parser(name) for name in ("hermes", "qwen3_coder", "llama3_json", "mistral")
 )
 ID = "a1B2c3D4e"
 every_parser = pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
@@ -67,9 +67,9 @@ TEXTS = yaml.safe_load(Path(__file__).with_name("parsed_texts.yaml").read_text(e
 @pytest.mark.parametrize(
     ("parser", "case"), [(name, case) for name, cases in TEXTS["calls"].items() for case in cases]
 )
-def test_calls_are_read_with_their_arguments_as_written(parser: str, case: dict[str, Any]) -> None:
+def test_calls_are_parsed_with_arguments_as_written(parser: str, case: dict[str, Any]) -> None:
     text, calls = case["text"], [(*call, None)[:3] for call in case["calls"]]
-    parsed = parser_named(parser).parse(text, TOOLS)
+    parsed = find_parser(parser).parse(text, TOOLS)
     assert [(c.name, c.arguments_text) for c in parsed.calls] == [call[:2] for call in calls]
     for found, (_, _, error) in zip(parsed.calls, calls, strict=True):
         assert (found.error is None) if error is None else (error in (found.error or ""))
@@ -81,7 +81,7 @@ def test_calls_are_read_with_their_arguments_as_written(parser: str, case: dict[
     assert [c.arguments for c in message.tool_calls] == [c.arguments_text for c in parsed.calls]
 
 
-def test_the_places_of_calls_include_their_tags() -> None:
+def test_spans_of_calls_include_their_tags() -> None:
     for parser, calls in ((HERMES, (H_LS, H_NOW)), (CODER, (C_A, C_NOW))):
         text = "First.\n" + "\n".join(calls) + "\nLast."
         found = parser.parse(text, TOOLS).calls
@@ -89,20 +89,20 @@ def test_the_places_of_calls_include_their_tags() -> None:
 
 
 @pytest.mark.parametrize("case", TEXTS["other"])
-def test_other_text_is_left_and_flagged_if_it_may_have_been_a_call(case: dict[str, Any]) -> None:
+def test_other_text_stays_and_suspected_calls_are_flagged(case: dict[str, Any]) -> None:
     for name in case["parsers"]:
-        parsed = parser_named(name).parse(case["text"], TOOLS)
+        parsed = find_parser(name).parse(case["text"], TOOLS)
         suspected = case.get("suspected", False)
         assert parsed == Parsed(content=case["text"], suspected_unparsed=suspected)
         assert parsed.message(case["text"]).raw_content is None
 
 
-def test_without_tools_json_is_an_answer() -> None:
+def test_json_is_an_answer_without_tools() -> None:
     assert LLAMA.parse(L_LS) == Parsed(content=L_LS)
 
 
 @every_parser
-def test_a_long_run_of_tags_is_read_in_time(parser: ToolCallParser) -> None:
+def test_many_tags_are_parsed_quickly(parser: ToolCallParser) -> None:
     """A model that repeats itself for its whole budget."""
     repeated = {
         "hermes": "<tool_call>\n{",
@@ -117,7 +117,7 @@ def test_a_long_run_of_tags_is_read_in_time(parser: ToolCallParser) -> None:
     assert all(call.error for call in parsed.calls)
 
 
-def test_deep_json_is_an_error_and_not_a_crash() -> None:
+def test_deeply_nested_json_is_an_error() -> None:
     deep = "[" * 100_000 + "]" * 100_000
     parsed = HERMES.parse(hermes("terminal", f'{{"command": {deep}}}') + H_NOW, TOOLS)
     assert [call.error is None for call in parsed.calls] == [False, True]
@@ -139,7 +139,7 @@ def test_deep_json_is_an_error_and_not_a_crash() -> None:
         ("<think>a</think>b</think>c", False, "a", "b</think>c"),
     ],
 )
-def test_reasoning_is_split_off(
+def test_reasoning_is_split_from_the_answer(
     parser: ToolCallParser, text: str, opened: bool, reasoning: str | None, content: str
 ) -> None:
     parsed = parser.parse(text, TOOLS, opened=opened)
@@ -150,7 +150,7 @@ def test_reasoning_is_split_off(
 
 
 @pytest.mark.parametrize(("parser", "call"), [(HERMES, H_NOW), (CODER, C_NOW)])
-def test_a_call_in_reasoning_is_reasoning(parser: ToolCallParser, call: str) -> None:
+def test_call_in_reasoning_is_reasoning(parser: ToolCallParser, call: str) -> None:
     parsed = parser.parse(f"<think>\nI could {call}\n</think>\n\n{call}", TOOLS)
     assert len(parsed.calls) == 1
     assert not parsed.suspected_unparsed
@@ -170,11 +170,11 @@ def test_ids_are_hashes_of_position_text_and_salt() -> None:
     assert all(len(i) == 29 and i.startswith("call_") for i in ids)
 
 
-def test_a_mistral_call_keeps_the_id_that_its_result_must_name() -> None:
-    own = M_NOW[:-1] + f', "id": "{ID}"}}'
-    first, again = MISTRAL.parse(f"[TOOL_CALLS] [{own}, {own}]", TOOLS).calls
+def test_mistral_call_keeps_its_id() -> None:
+    custom = M_NOW[:-1] + f', "id": "{ID}"}}'
+    first, again = MISTRAL.parse(f"[TOOL_CALLS] [{custom}, {custom}]", TOOLS).calls
     (named,) = MISTRAL.parse(f"[TOOL_CALLS]now[CALL_ID]{ID}[ARGS]{{}}", TOOLS).calls
-    (odd,) = MISTRAL.parse(f"[TOOL_CALLS] [{own.replace(ID, 'x')}]", TOOLS).calls
+    (odd,) = MISTRAL.parse(f"[TOOL_CALLS] [{custom.replace(ID, 'x')}]", TOOLS).calls
     assert first.id == named.id == ID
     assert again.id.startswith("call_")
     assert odd.id.startswith("call_")
@@ -182,7 +182,7 @@ def test_a_mistral_call_keeps_the_id_that_its_result_must_name() -> None:
 
 def test_an_unknown_parser_is_refused_with_the_known_names() -> None:
     with pytest.raises(UserError, match="use one of hermes, qwen3_coder, llama3_json, mistral"):
-        parser_named("hermess")
+        find_parser("hermess")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_an_unknown_parser_is_refused_with_the_known_names() -> None:
         ("mode", "2", 2),
     ],
 )
-def test_bare_text_has_the_type_that_its_schema_says(name: str, text: str, value: Any) -> None:
+def test_bare_text_gets_the_type_of_its_schema(name: str, text: str, value: Any) -> None:
     (found,) = CODER.parse(coder("now", **{name: text}), TOOLS).calls
     assert found.error is None
     assert json.loads(found.arguments_text) == {name: value}
@@ -230,7 +230,7 @@ def test_bare_text_has_the_type_that_its_schema_says(name: str, text: str, value
         ("nonsense", "5"),
     ],
 )
-def test_references_to_nothing_leave_text(schema: Any, value: Any) -> None:
+def test_dangling_references_leave_text(schema: Any, value: Any) -> None:
     assert typed("5", schema, SCHEMA) == value
 
 
@@ -280,7 +280,7 @@ ARGUMENTS = st.fixed_dictionaries(
 @every_parser
 @given(text=st.lists(PIECES, max_size=12).map("".join), opened=st.booleans())
 @settings(max_examples=300)
-def test_any_text_is_split_into_parts(parser: ToolCallParser, text: str, opened: bool) -> None:
+def test_any_text_is_parsed_into_parts(parser: ToolCallParser, text: str, opened: bool) -> None:
     parsed = parser.parse(text, TOOLS, opened=opened)
     assert parsed == parser.parse(text, TOOLS, opened=opened)
     places = [(call.start, call.end) for call in parsed.calls]
@@ -290,13 +290,13 @@ def test_any_text_is_split_into_parts(parser: ToolCallParser, text: str, opened:
     assert all(call.error is not None or call.name for call in parsed.calls)
     message = parsed.message(text)
     assert message.raw_content == text or (message.raw_content is None and parsed.content == text)
-    assert parsed.suspected_unparsed == looks_unparsed(message, TOOLS)
+    assert parsed.suspected_unparsed == has_unparsed_call(message, TOOLS)
 
 
 @pytest.mark.parametrize("family", ["chatml", "coder", "llama3", "mistral"])
 @given(drawn=st.lists(ARGUMENTS, min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_what_a_template_writes_its_parser_reads(family: str, drawn: list[dict[str, Any]]) -> None:
+def test_parser_reads_what_its_template_writes(family: str, drawn: list[dict[str, Any]]) -> None:
     renderer = tiny_renderer(family)
     arguments = [
         {key: _storable(value, family) for key, value in one.items()}
@@ -312,7 +312,7 @@ def test_what_a_template_writes_its_parser_reads(family: str, drawn: list[dict[s
     assert answer != whole
     for end in ("\n", "<|im_end|>", "<|eom_id|>", "</s>"):
         answer = answer.removesuffix(end)
-    parsed = parser_named(renderer.parser_name).parse(answer, TOOLS)
+    parsed = find_parser(renderer.parser_name).parse(answer, TOOLS)
     assert [call.error for call in parsed.calls] == [None] * len(calls)
     assert [json.loads(call.arguments_text) for call in parsed.calls] == arguments
     assert parsed.content == ""
@@ -338,7 +338,5 @@ def _storable(value: Any, family: str) -> Any:
     ],
 )
 @every_parser
-def test_lone_surrogates_give_a_message_that_can_be_stored(
-    parser: ToolCallParser, text: str
-) -> None:
+def test_lone_surrogates_give_a_storable_message(parser: ToolCallParser, text: str) -> None:
     assert msgspec.json.encode(parser.parse(text, TOOLS).message(text))

@@ -26,7 +26,7 @@ def rendered(source: str, *, tools: bool = False, **variables: object) -> str:
     return template.render([{"role": "user", "content": "hi"}], TOOLS if tools else [])
 
 
-def test_a_prompt_reads_as_its_template_writes_it() -> None:
+def test_prompt_matches_its_template() -> None:
     renderer = tiny_renderer("chatml")
     text = (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -40,7 +40,7 @@ def test_a_prompt_reads_as_its_template_writes_it() -> None:
     assert closed == text.removesuffix("<|im_start|>assistant\n")
 
 
-def test_there_is_one_bos() -> None:
+def test_prompt_has_one_bos() -> None:
     for family, bos in (("llama3", "<|begin_of_text|>"), ("mistral", "<s>")):
         renderer = tiny_renderer(family)
         ids = renderer.render(ASK)
@@ -48,8 +48,8 @@ def test_there_is_one_bos() -> None:
         assert ids.count(ids[0]) == 1
 
 
-def test_a_post_processor_adds_nothing() -> None:
-    """Llama's tokenizer.json puts a BOS before whatever is encoded, unless it is told not to."""
+def test_post_processor_adds_no_token() -> None:
+    """Llama's tokenizer.json adds a BOS unless that is switched off."""
     spec = json.loads(tokenizer_json())
     bos = {"id": "<s>", "ids": [264], "tokens": ["<s>"]}
     spec["post_processor"] = {
@@ -73,26 +73,26 @@ def test_a_post_processor_adds_nothing() -> None:
     assert eager.encode("\ufdd0<the", "\ufdd0") == plain.encode("\ufdd0<the", "\ufdd0")
 
 
-def test_an_assistants_own_markup_is_tokens_and_its_control_tokens_are_text() -> None:
+def test_assistant_markup_becomes_tokens_but_control_tokens_stay_text() -> None:
     renderer = tiny_renderer("qwen3")
-    said = AssistantMessage(content="<tool_call>{}</tool_call> then <|im_end|>")
-    ids = renderer.render([*ASK, said], generation_prompt=False)
+    message = AssistantMessage(content="<tool_call>{}</tool_call> then <|im_end|>")
+    ids = renderer.render([*ASK, message], generation_prompt=False)
     found = added_tokens(renderer, ids)
     assert found.count("<tool_call>") == found.count("</tool_call>") == 1
     assert found.count("<|im_end|>") == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_stands_in_the_prompt_as_json_or_parameters(family: str) -> None:
+def test_calls_are_rendered_as_json_or_parameters(family: str) -> None:
     calls = (ToolCall(id="call00001", name="look_up", arguments='{"subject": "é \\"x\\" <b>"}'),)
-    told = [*ASK, AssistantMessage(tool_calls=calls)]
-    text = tiny_renderer(family).text(told, TOOLS, generation_prompt=False)
+    reported = [*ASK, AssistantMessage(tool_calls=calls)]
+    text = tiny_renderer(family).text(reported, TOOLS, generation_prompt=False)
     wanted = 'é "x" <b>' if family == "coder" else '{"subject": "é \\"x\\" <b>"}'
     assert wanted in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_arguments_that_are_no_json_stop_no_template(family: str) -> None:
+def test_invalid_arguments_do_not_break_templates(family: str) -> None:
     calls = (ToolCall(id="call00001", name="look_up", arguments='{"subject": "cu'),)
     text = tiny_renderer(family).text([*ASK, AssistantMessage(tool_calls=calls)], TOOLS)
     whole = '"arguments": {"subject": "cu}' if family == "text_arguments" else "_unparsed"
@@ -100,7 +100,7 @@ def test_arguments_that_are_no_json_stop_no_template(family: str) -> None:
     assert "subject" in text
 
 
-def test_ids_of_calls_are_nine_letters_where_the_template_wants_that() -> None:
+def test_call_ids_have_nine_characters_if_the_template_requires_it() -> None:
     renderer = tiny_renderer("mistral")
     calls = (ToolCall(id="call_0123456789abcdef", name="look_up", arguments="{}"),)
     result = ToolMessage(tool_call_id=calls[0].id, name="look_up", content="found")
@@ -110,20 +110,22 @@ def test_ids_of_calls_are_nine_letters_where_the_template_wants_that() -> None:
     assert text.count(short) == 2
 
 
-def test_two_calls_where_the_template_allows_one_become_two_turns() -> None:
-    """The model's own deed ends no rollout."""
+def test_two_calls_become_two_turns_if_the_template_allows_one() -> None:
+    """An action of the model does not end the rollout."""
     renderer = tiny_renderer("llama3")
     calls = tuple(ToolCall(id=f"c{n}", name=f"tool_{n}", arguments="{}") for n in range(2))
     found = [ToolMessage(tool_call_id=f"c{n}", name="", content=f"found {n}") for n in (1, 0)]
     both = [*ASK, AssistantMessage(content="x", tool_calls=calls), *found, ASK[1]]
     text = renderer.text(both, TOOLS).partition("What is it?")[2]
-    places = [text.index(word) for word in ("tool_0", "found 0", "tool_1", "found 1", "What is")]
+    places = [
+        text.index(fragment) for fragment in ("tool_0", "found 0", "tool_1", "found 1", "What is")
+    ]
     assert places == sorted(places)
     open_end = [*ASK, AssistantMessage(tool_calls=calls)]
     assert "tool_1" in renderer.text(open_end, TOOLS)
 
 
-def test_images_are_refused_in_one_line() -> None:
+def test_images_are_refused_with_one_line() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     with pytest.raises(UserError, match="for text"):
         tiny_renderer().render([UserMessage(content=[image])])
@@ -131,7 +133,7 @@ def test_images_are_refused_in_one_line() -> None:
     assert "one\ntwo" in tiny_renderer().text([UserMessage(content=parts)])
 
 
-def test_templates_find_what_they_are_written_for() -> None:
+def test_templates_have_the_expected_environment() -> None:
     assert rendered("{{ {'b': '<é>', 'a': 1} | tojson }}") == '{"b": "<é>", "a": 1}'
     assert rendered("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
     assert (
@@ -157,17 +159,17 @@ def test_templates_find_what_they_are_written_for() -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_what_a_template_may_not_do_is_a_refusal(source: str) -> None:
+def test_forbidden_template_operations_are_refused(source: str) -> None:
     with pytest.raises(TemplateRefused, match="the chat template"):
         rendered(source)
 
 
-def test_a_broken_template_says_where() -> None:
+def test_template_syntax_error_names_the_line() -> None:
     with pytest.raises(UserError, match="chat template 'default', line 2"):
         Template("fine\n{% if %}")
 
 
-def test_the_day_is_fixed_and_part_of_the_hash() -> None:
+def test_date_is_fixed_and_part_of_the_hash() -> None:
     source = "{{ strftime_now('%d') }}"
     one, other = Template(source), Template(source, date=datetime.date(2025, 3, 4))
     assert (one.render([]), other.render([])) == ("26", "04")
@@ -175,7 +177,7 @@ def test_the_day_is_fixed_and_part_of_the_hash() -> None:
     assert one.sha256 == Template({"default": source}).sha256
 
 
-def test_the_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
+def test_tool_template_is_used_with_tools(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
     named = [
         {"name": "default", "template": "plain"},
@@ -187,11 +189,11 @@ def test_the_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
     assert renderer.text(ASK, TOOLS) == "tools"
 
 
-def test_a_folder_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+def test_folder_of_transformers_is_read(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, "llama3")
-    ours = load_renderer(tmp_path)
-    assert ours.render(ASK) == tiny_renderer("llama3").render(ASK)
-    assert ours.tokenizer_hash == tiny_renderer().tokenizer_hash
+    local = load_renderer(tmp_path)
+    assert local.render(ASK) == tiny_renderer("llama3").render(ASK)
+    assert local.tokenizer_hash == tiny_renderer().tokenizer_hash
 
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [257, 256]}')
@@ -202,7 +204,7 @@ def test_a_folder_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     assert load_renderer(tmp_path, template="own").text(ASK) == "own"
 
 
-def test_tokens_that_only_the_configuration_lists_are_tokens(tmp_path: Path) -> None:
+def test_added_tokens_of_the_configuration_are_used(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
     last = spec["added_tokens"].pop()
@@ -226,7 +228,7 @@ def test_tokens_that_only_the_configuration_lists_are_tokens(tmp_path: Path) -> 
         ("tokenizer_config.json", "{}", "no chat template"),
     ],
 )
-def test_bad_files_are_refused_in_one_line(
+def test_invalid_files_are_refused_with_one_line(
     tmp_path: Path, name: str, content: str | None, error: str
 ) -> None:
     write_tiny_tokenizer(tmp_path)
@@ -256,23 +258,23 @@ def test_an_added_token_with_a_wrong_id_is_refused() -> None:
         ("mistral", {"</s>"}),
     ],
 )
-def test_the_ends_of_a_turn_are_those_of_its_template(family: str, ends: set[str]) -> None:
+def test_end_ids_are_those_of_the_template(family: str, ends: set[str]) -> None:
     renderer = tiny_renderer(family)
     assert {renderer.tokenizer.text_of(i) for i in renderer.end_ids} == ends
 
 
-def test_ends_are_found_where_the_files_name_another() -> None:
+def test_end_ids_are_found_if_the_files_name_others() -> None:
     """A fine-tune that keeps the base model's eos_token and ends its turns by ChatML."""
     tokenizer = Tokenizer(tokenizer_json())
-    told = tokenizer.id_of("<|endoftext|>")
-    assert told is not None
-    renderer = Renderer(tokenizer, Template(TEMPLATES["chatml"]), end_ids=[told])
-    assert renderer.end_ids == {told, tokenizer.id_of("<|im_end|>")}
-    ended = [*renderer.render(ASK)[:1], told]
+    reported = tokenizer.id_of("<|endoftext|>")
+    assert reported is not None
+    renderer = Renderer(tokenizer, Template(TEMPLATES["chatml"]), end_ids=[reported])
+    assert renderer.end_ids == {reported, tokenizer.id_of("<|im_end|>")}
+    ended = [*renderer.render(ASK)[:1], reported]
     assert "<|endoftext|>" not in renderer.answer_text(ended)
 
 
-def test_an_opening_with_a_thought_is_seen() -> None:
+def test_opened_reasoning_is_detected() -> None:
     plain = TEMPLATES["qwen3"]
     opened = plain.replace("'<think>\\n\\n</think>\\n\\n'", "'<think>\\n'")
     tokenizer = Tokenizer(tokenizer_json())
@@ -282,7 +284,7 @@ def test_an_opening_with_a_thought_is_seen() -> None:
     assert not tiny_renderer("qwen3", enable_thinking=False).opens_reasoning
 
 
-def test_the_tiny_tokenizer_is_the_same_everywhere() -> None:
+def test_tiny_tokenizer_is_deterministic() -> None:
     code = (
         "from hermes_rl.testing.tiny_tokenizer import tiny_renderer as r;"
         "print(r().tokenizer_hash, r('qwen3').template_hash)"

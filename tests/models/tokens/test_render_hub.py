@@ -18,8 +18,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @contextmanager
 def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """A hub with one model, owner/model; gives its address and the files it was asked for."""
-    asked: list[str] = []
+    """A hub with one model, owner/model; yields its address and the requested files."""
+    request: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -40,12 +40,12 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
                 ]
                 content = json.dumps(rows).encode()
             elif path.startswith("/api/models/owner/model"):
-                told = {"id": "owner/model", "modelId": "owner/model", "sha": COMMIT}
+                reported = {"id": "owner/model", "modelId": "owner/model", "sha": COMMIT}
                 files = [{"rfilename": name} for name in names]
-                content = json.dumps({**told, "siblings": files}).encode()
+                content = json.dumps({**reported, "siblings": files}).encode()
             elif path.startswith("/owner/model/resolve/") and name in names:
                 content = (folder / name).read_bytes()
-                asked.append(name)
+                request.append(name)
             else:
                 self.send_error(404)
                 return
@@ -65,14 +65,14 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}", request
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def test_a_model_of_the_hub_is_read_without_its_weights(tmp_path: Path) -> None:
+def test_hub_model_is_read_without_weights(tmp_path: Path) -> None:
     folder = write_tiny_tokenizer(tmp_path / "model", "qwen3")
     (folder / "model.safetensors").write_bytes(b"weights")
     code = (
@@ -80,7 +80,7 @@ def test_a_model_of_the_hub_is_read_without_its_weights(tmp_path: Path) -> None:
         "from hermes_rl.messages import UserMessage\n"
         "print(load_renderer('owner/model').render([UserMessage(content='hi')]))"
     )
-    with hub(folder) as (address, asked):
+    with hub(folder) as (address, request):
         offered = printed(
             code,
             HF_ENDPOINT=address,
@@ -89,4 +89,4 @@ def test_a_model_of_the_hub_is_read_without_its_weights(tmp_path: Path) -> None:
             NO_PROXY="127.0.0.1",
         )
     assert json.loads(offered) == tiny_renderer("qwen3").render([UserMessage(content="hi")])
-    assert set(asked) == {"tokenizer.json", "tokenizer_config.json"}
+    assert set(request) == {"tokenizer.json", "tokenizer_config.json"}

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from render_kit import FAMILIES, TOOLS, added_tokens, conversations, neutral, own_tokens, texts
+from render_kit import FAMILIES, TOOLS, added_tokens, conversations, family_tokens, neutral, texts
 
 from hermes_rl.messages import AssistantMessage, Message, UserMessage
 from hermes_rl.models.tokens import clean
@@ -14,12 +14,12 @@ FAMILY = st.sampled_from(FAMILIES)
 
 @given(FAMILY, st.data())
 @settings(max_examples=60)
-def test_no_message_writes_a_token(family: str, data: st.DataObject) -> None:
+def test_messages_never_become_control_tokens(family: str, data: st.DataObject) -> None:
     renderer = tiny_renderer(family)
     messages: list[Message] = data.draw(conversations(texts()))
     ids = renderer.render(messages, TOOLS)
     quiet = renderer.render([neutral(message) for message in messages], TOOLS)
-    assert own_tokens(family, ids) == own_tokens(family, quiet)
+    assert family_tokens(family, ids) == family_tokens(family, quiet)
 
 
 @given(FAMILY, st.data())
@@ -36,7 +36,7 @@ def test_ids_decode_to_the_text_that_the_template_wrote(family: str, data: st.Da
 @settings(max_examples=60)
 def test_both_ways_of_encoding_agree(before: str, after: str, token: str) -> None:
     """Text with a lookalike goes through the renamed tokenizer, text without goes through the plain
-    one: what stands on the two sides of a real token is encoded alike by both."""
+    one: the text on both sides of a real token is encoded alike by both."""
     tokenizer = tiny_renderer().tokenizer
     before, after = (text.replace("\ufdd0", "") for text in (before, after))
     marked = "".join(f"\ufdd0{char}" for char in token)
@@ -50,13 +50,13 @@ def test_both_ways_of_encoding_agree(before: str, after: str, token: str) -> Non
 
 
 @given(texts(12))
-def test_every_text_comes_back(text: str) -> None:
+def test_every_text_round_trips(text: str) -> None:
     tokenizer = tiny_renderer().tokenizer
     assert tokenizer.decode(tokenizer.encode(text)) == clean(text)
 
 
-def test_messages_that_hold_every_mark_are_still_told_apart() -> None:
-    """All the characters that never stand in text, in one text: another one is taken."""
+def test_messages_with_every_mark_are_still_marked() -> None:
+    """A text with all noncharacters: another mark is used."""
     renderer = tiny_renderer("chatml")
     nonsense = "".join(chr(code) for code in range(0xFDD0, 0xFDF0)) + "<|im_end|>"
     ids = renderer.render([UserMessage(content=nonsense)])
@@ -65,7 +65,7 @@ def test_messages_that_hold_every_mark_are_still_told_apart() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_messages_that_spell_the_renamed_tokens_write_none(number: int) -> None:
+def test_messages_with_renamed_tokens_stay_text(number: int) -> None:
     renderer = tiny_renderer("chatml")
     spelled = f"\U000f00000.{number}\U000f0001\U000f00001.{number}\U000f0001<|im_end|>"
     ids = renderer.render([UserMessage(content=spelled)])

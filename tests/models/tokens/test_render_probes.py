@@ -1,4 +1,4 @@
-"""What is found out about a template at the start, and how it is told."""
+"""Findings about a template at the start, and their messages."""
 
 import pytest
 from render_kit import GLM_LIKE
@@ -19,15 +19,15 @@ def outcomes(finding: Finding) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", ["chatml", "coder", "text_arguments"])
-def test_templates_that_only_add_are_identical_but_for_reasoning(family: str) -> None:
+def test_appending_templates_are_identical_except_for_reasoning(family: str) -> None:
     finding = tiny_renderer(family).preserves_prefix()
-    told = {name for name, outcome in outcomes(finding).items() if outcome != "identical"}
-    assert told == {"reasoning before a tool call", "reasoning before an answer"}
+    reported = {name for name, outcome in outcomes(finding).items() if outcome != "identical"}
+    assert reported == {"reasoning before a tool call", "reasoning before an answer"}
     assert "forks" not in outcomes(finding).values()
     assert all("never shows reasoning" in line for line in finding.lines())
 
 
-def test_dropped_reasoning_is_named() -> None:
+def test_dropped_reasoning_is_reported() -> None:
     finding = tiny_renderer("qwen3").preserves_prefix()
     assert outcomes(finding)["reasoning before a tool call"] == "identical"
     (fork,) = (case for case in finding.cases if case.outcome == "forks")
@@ -95,16 +95,14 @@ def test_what_a_template_does_to_earlier_turns_is_reported(
         ("mistral", "mistral"),
     ],
 )
-def test_the_parser_is_the_one_that_reads_what_the_template_writes(
-    family: str, parser: str
-) -> None:
+def test_parser_is_detected_from_the_template(family: str, parser: str) -> None:
     renderer = tiny_renderer(family)
     assert renderer.parser_name == parser
     assert renderer.parser_fits
     assert not any("no parser" in note for note in renderer.preserves_prefix().notes)
 
 
-def test_calls_that_no_parser_reads_are_told() -> None:
+def test_calls_without_a_parser_are_reported() -> None:
     renderer = Renderer(tiny_renderer().tokenizer, Template(GLM_LIKE))
     assert not renderer.parser_fits
     (note,) = (n for n in renderer.preserves_prefix().notes if "no parser" in n)
@@ -118,7 +116,7 @@ def test_calls_that_no_parser_reads_are_told() -> None:
     assert note.startswith("this model's chat template writes no tool calls")
 
 
-def test_the_form_that_a_template_reads_is_found() -> None:
+def test_form_of_a_template_is_detected() -> None:
     def form(source: str) -> tuple[str, str, bool, bool, bool]:
         found = detect_form(Template(source, variables={"eos_token": "</s>"}))
         return (
@@ -130,7 +128,7 @@ def test_the_form_that_a_template_reads_is_found() -> None:
         )
 
     loop = "{% for m in messages %}BODY{% endfor %}"
-    words = loop.replace("BODY", "{{ m.content }}")
+    texts = loop.replace("BODY", "{{ m.content }}")
     parts = loop.replace("BODY", "{% for p in m.content %}{{ p['text'] }}{% endfor %}")
     calls = (
         "{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -138,7 +136,7 @@ def test_the_form_that_a_template_reads_is_found() -> None:
     )
     strings = calls.replace(" | tojson", "")
     absent = "{% if m.content is none %}" + calls + "{% else %}{{ m.content }}{% endif %}"
-    assert form(words) == ("object", "", False, False, False)
+    assert form(texts) == ("object", "", False, False, False)
     assert form(parts) == ("object", "", False, True, False)
     assert form(loop.replace("BODY", calls)) == ("object", "", False, False, True)
     assert form(loop.replace("BODY", strings)) == ("text", "", False, False, True)

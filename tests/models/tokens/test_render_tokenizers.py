@@ -1,5 +1,5 @@
-"""Tokenizers of other builds: SentencePiece-like ones, whose pieces depend on what stands before
-them, and whose control tokens stand in the vocabulary of the model."""
+"""Tokenizers of other builds: SentencePiece-like ones, whose pieces depend on the text before
+them, and whose control tokens are in the vocabulary of the model."""
 
 from functools import cache
 
@@ -60,28 +60,26 @@ PIECES = st.sampled_from([*SPECIAL, "<tool>", " ", "  ", "the answer", "x", "\n"
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.lists(PIECES, max_size=8), st.sampled_from(SPECIAL))
 @settings(max_examples=40)
-def test_marked_text_is_encoded_with_the_same_neighbours(
-    kind: str, pieces: list[str], spelled: str
-) -> None:
+def test_marked_text_is_encoded_in_context(kind: str, pieces: list[str], spelled: str) -> None:
     """Up to the last real token before a lookalike, both ways of encoding give the same ids."""
     tokenizer = made(kind)
     text = "".join(pieces) + "</s>"
     plain = tokenizer.encode(text)
     marked = tokenizer.encode(text + "".join(MARK + char for char in spelled), MARK)
     assert marked[: len(plain)] == plain
-    spelled_out = {tokenizer.text_of(i) for i in marked[len(plain) :]}
-    assert spelled_out <= {None, "<unk>"}
+    with_explicit_filters = {tokenizer.text_of(i) for i in marked[len(plain) :]}
+    assert with_explicit_filters <= {None, "<unk>"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lookalike_is_spelled_out(kind: str) -> None:
+def test_lookalike_is_encoded_as_text(kind: str) -> None:
     tokenizer = made(kind)
     ids = tokenizer.encode("[INST]say " + "".join(MARK + char for char in "</s>") + "</s>", MARK)
     found = [tokenizer.text_of(i) for i in ids]
     assert [text for text in found if text not in (None, "<unk>")] == ["[INST]", "</s>"]
 
 
-def test_a_name_that_the_hub_does_not_give_is_one_line() -> None:
+def test_unknown_hub_name_is_a_one_line_error() -> None:
     code = (
         "from hermes_rl.models.tokens import load_renderer\n"
         "from hermes_rl.errors import UserError\n"
@@ -93,7 +91,7 @@ def test_a_name_that_the_hub_does_not_give_is_one_line() -> None:
     assert message.count("\n") == 1
 
 
-def test_without_the_extra_one_line_names_it() -> None:
+def test_missing_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['tokenizers'] = None\n"
         "from hermes_rl.models.tokens.tokenizer import Tokenizer\n"

@@ -1,4 +1,4 @@
-"""Pools of keys: strategies, and who rests for how long."""
+"""Key pools: strategies and cooldowns."""
 
 import random
 from collections import Counter
@@ -50,7 +50,7 @@ def chosen(of: KeyPool, times: int) -> str:
     return "".join(of.choose().name for _ in range(times))
 
 
-def test_strategies(clock: Clock) -> None:
+def test_key_strategies(clock: Clock) -> None:
     assert chosen(pool(clock), 4) == "AAAA"
     assert chosen(pool(clock, "round_robin"), 7) == "ABCABCA"
     assert chosen(pool(clock, "least_used"), 7) == "ABCABCA"
@@ -59,7 +59,7 @@ def test_strategies(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fill_first", "round_robin", "random", "least_used"])
-def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) -> None:
+def test_account_in_cooldown_is_skipped(clock: Clock, strategy: str) -> None:
     keys = pool(clock, strategy)
     assert keys.cool_down(keys.accounts[0], AuthError("401", status=401))
     assert "A" not in chosen(keys, 20)
@@ -90,7 +90,7 @@ def test_who_rests_is_passed_over_until_his_time(clock: Clock, strategy: str) ->
         (BadRequest("x", status=400), 0),
     ],
 )
-def test_how_long(clock: Clock, error: ModelError, seconds: float) -> None:
+def test_cooldown_times(clock: Clock, error: ModelError, seconds: float) -> None:
     keys = pool(clock, names="AB")
     assert keys.cool_down(keys.accounts[0], error)
     assert keys.choose().name == ("B" if seconds else "A")
@@ -100,7 +100,7 @@ def test_how_long(clock: Clock, error: ModelError, seconds: float) -> None:
     assert keys.choose().name == "A"
 
 
-def test_when_all_rest_the_first_to_be_back_is_chosen(clock: Clock) -> None:
+def test_first_available_account_is_chosen_if_all_cool_down(clock: Clock) -> None:
     keys = pool(clock)
     for account, seconds in zip(keys.accounts, (30, 10, 20), strict=True):
         another = keys.cool_down(account, RateLimited("x", status=429, retry_after_s=seconds))
@@ -108,7 +108,7 @@ def test_when_all_rest_the_first_to_be_back_is_chosen(clock: Clock) -> None:
     assert keys.choose().name == "B"
 
 
-def test_when_all_rest_a_refused_key_is_the_last_that_is_tried(clock: Clock) -> None:
+def test_refused_key_is_the_last_choice(clock: Clock) -> None:
     some = pool(clock, names="AB")
     refused, busy = some.accounts
     assert some.cool_down(refused, AuthError("401"))
@@ -116,17 +116,17 @@ def test_when_all_rest_a_refused_key_is_the_last_that_is_tried(clock: Clock) -> 
     assert some.choose() is busy, "though the refused key is back first"
 
 
-def test_one_key_is_always_the_next_and_nobody_is_turned_to(clock: Clock) -> None:
+def test_single_key_is_always_chosen(clock: Clock) -> None:
     keys = pool(clock, names="A")
     assert not keys.cool_down(keys.accounts[0], RateLimited("x", status=429, retry_after_s=60))
     assert not keys.cool_down(keys.accounts[0], AuthError("x", status=401))
     assert keys.choose().name == "A"
 
 
-def test_a_rate_is_of_one_model_and_a_refused_key_of_all(clock: Clock) -> None:
-    rests = Cooldowns(clock)
-    small, large = (KeyPool(accounts("A", "B"), rests, scope=f"h {m}") for m in ("s", "l"))
+def test_rate_cooldowns_are_per_model_and_key_cooldowns_global(clock: Clock) -> None:
+    cooldowns = Cooldowns(clock)
+    small, large = (KeyPool(accounts("A", "B"), cooldowns, scope=f"h {m}") for m in ("s", "l"))
     small.cool_down(small.accounts[0], RateLimited("x", status=429))
     assert (small.choose().name, large.choose().name) == ("B", "A")
     large.cool_down(large.accounts[1], AuthError("x", status=401))
-    assert small.choose().name == "A", "which only rests for its rate"
+    assert small.choose().name == "A", "it cools down only for its rate"

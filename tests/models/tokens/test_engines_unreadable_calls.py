@@ -1,7 +1,7 @@
-"""A model whose tool calls no parser here reads: said at the start, not found out later."""
+"""A model whose tool calls no parser reads is reported at the start."""
 
 import pytest
-from engines_kit import asked, client_at, config_of, engine_at, played, request_of, script
+from engines_kit import client_at, config_of, engine_at, played, request_of, script, user_turn
 from render_kit import GLM_LIKE
 
 from hermes_rl.config import parse_config
@@ -9,7 +9,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Conversation, Endpoint
 from hermes_rl.models.providers import Probe
-from hermes_rl.models.tokens import load_renderer, parser_named, token_client
+from hermes_rl.models.tokens import find_parser, load_renderer, token_client
 from hermes_rl.wiring import reach
 
 UNREAD = "no parser here reads tool calls as this model's template writes them: '<tool_call>look_up"
@@ -28,7 +28,7 @@ SILENT = (
     ],
     ids=["unread", "unwritten", "tools written and no calls"],
 )
-async def test_tools_are_refused_where_calls_cannot_be_read_or_written(
+async def test_tools_are_refused_if_calls_cannot_be_parsed_or_rendered(
     tmp_path, template, why, advice
 ):
     """Rollouts would break at the first call: the next prompt could not show it."""
@@ -45,16 +45,16 @@ async def test_tools_are_refused_where_calls_cannot_be_read_or_written(
         assert any(why in line for line in plan.lines())
         client = token_client(at, renderer, "vllm")
         with pytest.raises(UserError, match=why):
-            await client.complete(request_of(Conversation(asked("Say."))))
-        answer = await client.complete(request_of(Conversation(asked("Say.")), tools=()))
+            await client.complete(request_of(Conversation(user_turn("Say."))))
+        answer = await client.complete(request_of(Conversation(user_turn("Say.")), tools=()))
         assert answer.tokens.completion_ids == engine.truth[-1].sampled_ids
         await client.aclose()
-        own = token_client(at, renderer, "vllm", parser=parser_named("hermes"))
-        assert await own.complete(request_of(Conversation(asked("Say."))))
-        await own.aclose()
+        custom = token_client(at, renderer, "vllm", parser=find_parser("hermes"))
+        assert await custom.complete(request_of(Conversation(user_turn("Say."))))
+        await custom.aclose()
 
 
-async def test_auto_gives_the_reason_where_neither_the_engine_nor_we_read_calls(tmp_path):
+async def test_auto_reports_unreadable_calls(tmp_path):
     async with engine_at(tmp_path / "u", chat_ids="none") as engine:
         renderer = load_renderer(engine.config.tokenizer, template=GLM_LIKE)
         plan = await Probe(Endpoint(engine.base_url), "toy", renderer).plan("auto")
@@ -62,7 +62,7 @@ async def test_auto_gives_the_reason_where_neither_the_engine_nor_we_read_calls(
         assert UNREAD in plan.why
 
 
-async def test_a_run_asks_by_its_toolsets(tmp_path):
+async def test_probe_depends_on_toolsets(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         (tmp_path / "t" / "chat_template.jinja").write_text(GLM_LIKE, encoding="utf-8")
         endpoint = {"tokens": "vllm", "tokenizer": str(engine.config.tokenizer)}
@@ -74,7 +74,7 @@ async def test_a_run_asks_by_its_toolsets(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "end", "header", "lead"),
+    ("family", "text", "end", "header", "lead"),
     [
         (
             "llama3",
@@ -93,11 +93,9 @@ async def test_a_run_asks_by_its_toolsets(tmp_path):
         ),
     ],
 )
-async def test_an_episode_in_a_form_without_tags_keeps_its_ids(
-    tmp_path, family, said, end, header, lead
-):
+async def test_episode_without_call_tags_keeps_its_ids(tmp_path, family, text, end, header, lead):
     fields = {"family": family, "header": header, "end": end, "split": "random"}
-    steps = ["never"] * lead + [{"raw": said, "end": end}, "Done."]
+    steps = ["never"] * lead + [{"raw": text, "end": end}, "Done."]
     async with client_at("vllm", tmp_path / "t", **fields) as (engine, client):
         prompt = [UserMessage(content=script(*steps) + "Now.")]
         _, answers = await played(client, prompt)

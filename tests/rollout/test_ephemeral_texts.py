@@ -31,8 +31,8 @@ TASK = {"prompt": "Do your steps."}
 class Spied(FakeServer):
     """Keeps what it was asked."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
         self.seen: list[Any] = []
 
     def handle(self, connection: Any, request: Any) -> None:
@@ -44,7 +44,7 @@ class Spied(FakeServer):
 
 @pytest.mark.parametrize("preset", ["datagen", "rl"])
 @pytest.mark.parametrize("mode", DIALECTS)
-async def test_they_are_sent_with_every_call_and_stored_nowhere(
+async def test_ephemeral_texts_are_sent_with_every_call_and_never_stored(
     stage: Open, mode: str, preset: str
 ) -> None:
     where = {"api_mode": mode, "tokens": "off"}  # with the preset rl it would be asked for ids
@@ -56,8 +56,8 @@ async def test_they_are_sent_with_every_call_and_stored_nowhere(
     assert (row.end_reason, row.turns) == ("max_turns", 2)
     purposes = ["agent", "agent", "summary"] if preset == "datagen" else ["agent", "agent"]
     assert [call.purpose for call in row.calls] == purposes
-    for asked in opened.server.seen:
-        system, *rest = asked.messages
+    for model_request in opened.server.seen:
+        system, *rest = model_request.messages
         assert isinstance(system, SystemMessage)
         assert system.content == f"Be brief.\n\n{NOW}"
         assert [m.content for m in rest[:3]] == [SHOT, "So be it, 41 plums.", TASK["prompt"]]
@@ -69,7 +69,7 @@ async def test_they_are_sent_with_every_call_and_stored_nowhere(
     assert [info.role for info in row.message_info][:3] == ["system", "user", "assistant"]
 
 
-async def test_an_id_of_the_prefill_that_the_task_has_too_is_told_apart(stage: Open) -> None:
+async def test_call_ids_of_prefill_and_task_are_distinguished(stage: Open) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "terminal", "arguments": "{}"}}
     turn: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -85,18 +85,23 @@ async def test_an_id_of_the_prefill_that_the_task_has_too_is_told_apart(stage: O
     task = {"prompt": [{"role": "user", "content": "u"}, *turn, {"role": "user", "content": "Go."}]}
     row = await opened.attempt(task)
     assert row.end_reason == "answered"
-    asked = opened.server.seen[0]
-    calls = [c.id for m in asked.messages if isinstance(m, AssistantMessage) for c in m.tool_calls]
+    model_request = opened.server.seen[0]
+    calls = [
+        c.id
+        for m in model_request.messages
+        if isinstance(m, AssistantMessage)
+        for c in m.tool_calls
+    ]
     assert calls[1] == "call_1" != calls[0]
-    assert [m.tool_call_id for m in asked.messages if isinstance(m, ToolMessage)] == calls
+    assert [m.tool_call_id for m in model_request.messages if isinstance(m, ToolMessage)] == calls
 
 
-async def test_a_row_without_them_says_so(stage: Open) -> None:
+async def test_row_without_ephemeral_texts_has_no_hash(stage: Open) -> None:
     opened = await stage(backend="none")
     assert (await opened.attempt({"prompt": script("ok")})).prompt_sha256 is None
 
 
-def test_they_are_identity_by_their_content() -> None:
+def test_ephemeral_texts_are_identity_by_content() -> None:
     base: dict[str, Any] = {"dataset": {"path": "rows"}, "model": {"name": "m"}}
 
     def identity(**agent: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A bug of ours ends one attempt, with its calls in the books, and not the run."""
+"""An internal error ends one attempt, with its calls recorded, and not the run."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Unfoldable(str):
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-async def test_its_calls_are_kept(stage: Open, spoilt: bool) -> None:
+async def test_calls_before_a_bug_are_kept(stage: Open, spoilt: bool) -> None:
     s = await stage(backend="none")
     journal = Journal()
     await s.attempt({"prompt": script({"run": "true"}, "ok")}, journal=journal)
@@ -34,7 +34,7 @@ async def test_its_calls_are_kept(stage: Open, spoilt: bool) -> None:
     assert bool(row.messages) != spoilt
 
 
-async def test_an_event_that_the_journal_refuses_costs_the_row_nothing_else(stage: Open) -> None:
+async def test_refused_event_does_not_lose_the_row(stage: Open) -> None:
     s = await stage(backend="none")
     journal = Journal()
     await s.attempt({"prompt": script({"run": "true"}, "ok")}, journal=journal)
@@ -50,7 +50,7 @@ async def test_an_event_that_the_journal_refuses_costs_the_row_nothing_else(stag
     assert (row.cause, len(row.calls), len(row.messages)) == ("harness", 2, 5)
 
 
-async def test_its_text_shows_no_key(stage: Open) -> None:
+async def test_text_of_a_bug_shows_no_key(stage: Open) -> None:
     s = await stage(backend="none")
     journal = Journal()
     await s.attempt({"prompt": script("ok")}, journal=journal)
@@ -59,7 +59,7 @@ async def test_its_text_shows_no_key(stage: Open) -> None:
     assert row.error == "ValueError: header Authorization: *** \ufffd"
 
 
-async def test_a_bug_before_the_beginning_has_its_row_too(stage: Open) -> None:
+async def test_bug_before_the_rollout_has_a_row(stage: Open) -> None:
     def broken(stage: Stage) -> Episode:
         raise ZeroDivisionError("a bug")
 

@@ -52,7 +52,7 @@ def speaker(request):
 
 @STREAMED
 @pytest.mark.parametrize("call_id", ["", "call_0"])
-def test_missing_and_double_ids_are_made_stable(speaker, stream, call_id):
+def test_missing_and_duplicate_call_ids_are_derived(speaker, stream, call_id):
     calls = tuple(ToolCall(id=call_id, name="a", arguments="{}") for _ in range(2))
     data = speaker.answer(stream=stream, tool_calls=calls)
 
@@ -73,7 +73,7 @@ def test_missing_and_double_ids_are_made_stable(speaker, stream, call_id):
 @pytest.mark.parametrize(
     ("bad", "read"), [(b'"a\xffb"', "a\ufffdb"), (b'"a\\ud83d"', "a\ufffd")], ids=["byte", "half"]
 )
-def test_a_bad_byte_or_half_character_does_not_lose_an_answer(speaker, stream, bad, read):
+def test_invalid_utf8_does_not_lose_an_answer(speaker, stream, bad, read):
     call = ToolCall(id="1", name="t", arguments="{}")
     data = speaker.answer(stream=stream, content="ab", tool_calls=(call,)).replace(b'"ab"', bad)
     answer = speaker.read(data, stream=stream)
@@ -82,15 +82,15 @@ def test_a_bad_byte_or_half_character_does_not_lose_an_answer(speaker, stream, b
 
 
 @STREAMED
-def test_text_is_passed_on_as_it_comes(speaker, stream):
-    heard = []
+def test_streamed_text_reaches_on_delta(speaker, stream):
+    signals = []
     data = speaker.answer(stream=stream, content="word " * 20)
-    speaker.read(data, stream=stream, on_delta=heard.append)
-    assert "".join(heard) == "word " * 20
-    assert (len(heard) > 1) is stream
+    speaker.read(data, stream=stream, on_delta=signals.append)
+    assert "".join(signals) == "word " * 20
+    assert (len(signals) > 1) is stream
 
 
-def test_a_stream_that_is_cut_is_no_answer(speaker):
+def test_truncated_stream_is_an_error(speaker):
     data = speaker.answer(stream=True, content="hi")
     assert speaker.read(data, stream=True).message.content == "hi"
     for end in (*range(0, data.index(END[speaker.name]), 7), data.index(END[speaker.name])):
@@ -106,7 +106,7 @@ def test_a_stream_that_is_cut_is_no_answer(speaker):
      b'{"content": 3}', b'{"status": "completed"}', b'{"output": [',
      b'{"status": "in_progress", "output": []}', b'{"status": "queued", "output": []}'],
 )  # fmt: skip
-def test_what_is_no_answer(speaker, body):
+def test_invalid_answers_are_protocol_errors(speaker, body):
     with pytest.raises(e.ProtocolError) as caught:
         speaker.read(body, stream=False)
     assert caught.value.served is True
@@ -134,7 +134,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("name", "error", "kind"), ERRORS)
-def test_errors_inside_an_answer(name, error, kind):
+def test_errors_inside_an_answer_are_typed(name, error, kind):
     body, events = {"error": error}, [{"type": "error", "error": error}]
     if name == "codex_responses":
         body = {"id": "resp_1", "status": "failed", "output": [], "error": error}
@@ -150,10 +150,10 @@ def test_errors_inside_an_answer(name, error, kind):
         assert KEY not in str(caught.value)
 
 
-# Heads and events
+# PromptHeads and events
 
 
-def test_what_the_head_says(kit):
+def test_headers_reach_the_completion(kit):
     headers = {**kit.JSON, "x-ratelimit-remaining-tokens": "17", "retry-after": "1", "server": "x"}
     answer = kit.decode(kit.answer_with({"content": "a"}, model="m-2026"), headers)
     assert answer.request_id == "r-1"
@@ -166,7 +166,7 @@ def test_what_the_head_says(kit):
 @pytest.mark.parametrize(
     ("kind", "call"), [("SSE", False), ("JSON", True), (None, True), (None, False)]
 )
-def test_the_content_type_decides_what_an_answer_is(kit, kind, call):
+def test_content_type_decides_between_body_and_stream(kit, kind, call):
     streamed = kind == "SSE" or (call and kind is None)
     body = kit.stream_of({"content": "hi"}) if streamed else kit.answer_with({"content": "hi"})
     headers = {} if kind is None else getattr(kit, kind)
@@ -182,7 +182,7 @@ def test_the_content_type_decides_what_an_answer_is(kit, kind, call):
     st.sampled_from(["\n", "\r\n", "\r"]),
     st.integers(1, 7),
 )
-def test_events_survive_any_cut(data, newline, size):
+def test_events_are_parsed_for_any_chunking(data, newline, size):
     lines = [f": comment{newline}event: x{newline}data: {d}{newline}{newline}" for d in data]
     stream = "".join(lines).encode()
     reader, got = EventReader(), []

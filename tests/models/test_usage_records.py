@@ -29,7 +29,7 @@ CACHED = [*((mode, "5m") for mode in DIALECTS), ("anthropic_messages", "1h")]
 @pytest.mark.parametrize("transport", ["http", "sdk"])
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
 @pytest.mark.parametrize(("mode", "cache"), CACHED)
-async def test_the_books_are_the_servers(kit, mode, cache, stream, transport):
+async def test_usage_records_equal_the_servers_log(kit, mode, cache, stream, transport):
     rates, price = PRICES[mode]
     faults = FaultPlan(seed=5, mixed=0.3, retry_after_s=0.01, slow_s=0.01)
     config = FakeConfig(faults=faults, script="echo-3", conditions=Conditions(prices={"*": price}))
@@ -43,9 +43,9 @@ async def test_the_books_are_the_servers(kit, mode, cache, stream, transport):
                 group.create_task(run)
         await client.aclose()
     served = {entry.call_id: entry for entry in server.entries}
-    ours = {end.call_id: end for end in events.ends}
-    assert set(ours) == set(served) == {start.call_id for start in events.starts}
-    for call_id, end in ours.items():
+    local = {end.call_id: end for end in events.ends}
+    assert set(local) == set(served) == {start.call_id for start in events.starts}
+    for call_id, end in local.items():
         entry = served[call_id]
         assert OUTCOMES[end.outcome] == entry.outcome, entry
         assert (end.usage is not None) == entry.reported
@@ -56,6 +56,6 @@ async def test_the_books_are_the_servers(kit, mode, cache, stream, transport):
         assert end.usage.cache_read_tokens == entry.cached_tokens
         assert (end.usage.cache_write_tokens or 0) == entry.cache_write_tokens
         assert rates.cost(end.usage) == entry.dollars
-    told = [end.outcome for end in ours.values()]
-    assert told.count("ok") == 48
-    assert {"refused", "cut"} & set(told), "faults met at least one of some 60 requests"
+    reported = [end.outcome for end in local.values()]
+    assert reported.count("ok") == 48
+    assert {"refused", "cut"} & set(reported), "faults met at least one of some 60 requests"

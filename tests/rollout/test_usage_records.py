@@ -1,4 +1,4 @@
-"""`hermes-rl check RUN` finds wrong books, and no fault in right ones."""
+"""`hermes-rl check RUN` finds wrong usage records, and accepts right ones."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def faults_of(row: dict[str, Any], table: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [None, *FAULTS])
-async def test_books_of_real_rows_hold(stage: Open, kind: str | None) -> None:
+async def test_usage_records_of_real_rows_are_consistent(stage: Open, kind: str | None) -> None:
     steps = [{"run": "true"}, *([{"text": "x", "fault": kind}] if kind else []), "done"]
     name = "fake" if kind != "auth" else "fault-auth"
     s = await stage(backend="none", model={"name": name}, endpoint={"outage_seconds": 0.01})
@@ -26,6 +26,6 @@ async def test_books_of_real_rows_hold(stage: Open, kind: str | None) -> None:
     assert faults_of(row, got.table) == []
     row["usage"]["input_tokens"] = (row["usage"]["input_tokens"] or 0) + 1
     row["usage"]["unknown_calls"] += 1
-    said = faults_of(row, got.table)
-    assert any("usage.input_tokens is" in fault for fault in said)
-    assert any("usage.unknown_calls is" in fault for fault in said)
+    text = faults_of(row, got.table)
+    assert any("usage.input_tokens is" in fault for fault in text)
+    assert any("usage.unknown_calls is" in fault for fault in text)

@@ -51,7 +51,7 @@ ROUTED = thought({"type": "reasoning.text", "text": "hm", "index": 0})
 
 
 @pytest.mark.parametrize(
-    ("fault", "mode", "said", "fields"),
+    ("fault", "mode", "text", "fields"),
     [
         ("images", "chat_completions", [PICTURE], {}),
         ("large_images", "chat_completions", [PICTURE], {}),
@@ -67,22 +67,24 @@ ROUTED = thought({"type": "reasoning.text", "text": "hm", "index": 0})
         ("old_cap", "chat_completions", "hi", {}),
     ],
 )
-async def test_what_a_server_will_not_take_is_left_out(kit, stage, fault, mode, said, fields):
+async def test_refused_features_are_left_out(kit, stage, fault, mode, text, fields):
     """One refused request, then the answer; the next turn is right at once."""
     async with stage() as s:
         server = await s.server()
         calling = s.caller(s.route(server, api_mode=mode))
-        asked = kit.request(said, f"fault-{fault}", sampling=Sampling(max_tokens=50), **fields)
-        answer = await calling.call(asked, turn=1)
+        model_request = kit.request(
+            text, f"fault-{fault}", sampling=Sampling(max_tokens=50), **fields
+        )
+        answer = await calling.call(model_request, turn=1)
         assert answer.message.content == "done"
-        asked.conversation.append(answer.message)
-        asked.conversation.append(UserMessage(content="and now?"))
-        await calling.call(asked, turn=2)
+        model_request.conversation.append(answer.message)
+        model_request.conversation.append(UserMessage(content="and now?"))
+        await calling.call(model_request, turn=2)
         assert s.outcomes == ["refused", "ok", "ok"]
         assert [entry.outcome for entry in server.entries] == ["refused", "served", "served"]
         assert s.events.waited == []
         other = s.caller(s.route(server, api_mode=mode))  # another rollout learns for itself
-        again = kit.request(said, f"fault-{fault}", sampling=Sampling(max_tokens=50), **fields)
+        again = kit.request(text, f"fault-{fault}", sampling=Sampling(max_tokens=50), **fields)
         await other.call(again, turn=1)
         assert s.outcomes[3:] == ["refused", "ok"]
 
@@ -105,7 +107,7 @@ def seen_in(request):
 
 @pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages", "codex_responses"])
 @pytest.mark.parametrize("fault", ["heavy_images", "large_images"])
-async def test_large_images_are_made_smaller_before_they_are_left_out(kit, stage, fault, mode):
+async def test_large_images_are_shrunk_over_the_wire_before_removal(kit, stage, fault, mode):
     """`heavy_images` takes them then; `large_images` takes none."""
     seen = []
 
@@ -116,12 +118,12 @@ async def test_large_images_are_made_smaller_before_they_are_left_out(kit, stage
     async with stage() as s:
         calling = s.caller(s.route(await s.server(plays={"eyes": play}), api_mode=mode))
         picture = {"type": "image_url", "image_url": {"url": noise(4000, 40)}}
-        said = UserMessage(content=[{"type": "text", "text": "What is this?"}, picture])
-        asked = kit.request([said], "eyes")
+        text = UserMessage(content=[{"type": "text", "text": "What is this?"}, picture])
+        model_request = kit.request([text], "eyes")
         for turn in (1, 2):
-            answer = await calling.call(asked, turn=turn)
-            asked.conversation.append(answer.message)
-            asked.conversation.append(UserMessage(content="and now?"))
+            answer = await calling.call(model_request, turn=turn)
+            model_request.conversation.append(answer.message)
+            model_request.conversation.append(UserMessage(content="and now?"))
     if fault == "heavy_images":
         assert s.outcomes == ["refused", "ok", "ok"]
         assert seen == [[(4000, 40)], [(2000, 20)], [(2000, 20)]]
@@ -130,29 +132,29 @@ async def test_large_images_are_made_smaller_before_they_are_left_out(kit, stage
         assert seen == [[(4000, 40)], [(2000, 20)], [], []]
 
 
-async def test_calls_of_a_model_that_did_not_think_turn_a_thinking_budget_off(kit, stage):
+async def test_thinking_budget_is_off_after_calls_without_thinking(kit, stage):
     """So it is after a fallback: Claude with a budget wants its last calls to follow a thought."""
     async with stage() as s:
         server = await s.server(script="noop")
-        asked = kit.request(thought(), sampling=Sampling(max_tokens=8_000, reasoning="low"))
+        model_request = kit.request(thought(), sampling=Sampling(max_tokens=8_000, reasoning="low"))
         for model in ("claude-haiku-4-5", "claude-sonnet-5-5"):
             calling = s.caller(s.route(server, model, api_mode="anthropic_messages"))
             for turn in (1, 2):
-                await calling.call(asked, turn=turn)
+                await calling.call(model_request, turn=turn)
         assert s.outcomes == ["refused", "ok", "ok", "ok", "ok"]
 
 
 @pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages", "codex_responses"])
-async def test_half_characters_never_reach_a_server(kit, stage, mode):
+async def test_lone_surrogates_never_reach_a_server(kit, stage, mode):
     async with stage() as s:
         calling = s.caller(s.route(await s.server(), api_mode=mode))
-        said = [UserMessage(content="a \ud83d b"), AssistantMessage(content="\udc00"), RESULT]
-        said.append(UserMessage(content="\udfff"))
-        await calling.call(kit.request(said, "noop"), turn=1)
+        text = [UserMessage(content="a \ud83d b"), AssistantMessage(content="\udc00"), RESULT]
+        text.append(UserMessage(content="\udfff"))
+        await calling.call(kit.request(text, "noop"), turn=1)
         assert s.outcomes == ["ok"]
 
 
-async def test_a_refused_key_gives_way_to_the_next(kit, stage):
+async def test_refused_key_is_replaced_by_the_next(kit, stage):
     async with stage() as s:
         server = await s.server(key="sk-right-key-123")
         keys = {"WRONG": "sk-wrong-key-123", "RIGHT": "sk-right-key-123"}
@@ -162,14 +164,14 @@ async def test_a_refused_key_gives_way_to_the_next(kit, stage):
         route = Route("noop", KeyPool(accounts, Cooldowns(), scope="noop"))
         for turn in (1, 2):
             await s.caller(route).call(kit.request(), turn=turn)
-        assert s.outcomes == ["refused", "ok", "ok"], "the refused key rests for all rollouts"
+        assert s.outcomes == ["refused", "ok", "ok"], "the refused key cools down for all rollouts"
         assert [start.model for start in s.events.starts] == ["noop"] * 3
         only = Route("noop", KeyPool(accounts[:1], Cooldowns(), scope="noop"))
         with pytest.raises(e.AuthError):
             await s.caller(only).call(kit.request(), turn=1)
 
 
-async def test_a_model_that_is_not_there_falls_back_for_the_rest_of_the_conversation(kit, stage):
+async def test_missing_model_falls_back_for_the_conversation(kit, stage):
     async with stage() as s:
         server = await s.server(models=("noop",))
         routes = (s.route(server, "gone"), s.route(server, "noop"))
@@ -183,7 +185,7 @@ async def test_a_model_that_is_not_there_falls_back_for_the_rest_of_the_conversa
             await s.caller(routes[0]).call(kit.request(), turn=1)
 
 
-async def test_an_overloaded_server_falls_back_after_two_tries(kit, stage):
+async def test_overloaded_server_falls_back_after_two_failures(kit, stage):
     async with stage() as s:
         down = await s.server(conditions=Conditions(outages=((0, 1e9),)))
         calling = s.caller(s.route(down, "noop"), s.route(await s.server(), "noop"))
@@ -193,7 +195,7 @@ async def test_an_overloaded_server_falls_back_after_two_tries(kit, stage):
 
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])
-async def test_new_connections_leave_old_requests_alone(kit, stage, transport):
+async def test_renewed_connections_do_not_affect_requests_in_flight(kit, stage, transport):
     async with stage() as s:
         server = await s.server(latency_s=0.2)
         client = s.client(server, transport=transport)
@@ -202,7 +204,7 @@ async def test_new_connections_leave_old_requests_alone(kit, stage, transport):
         await kit.until(lambda: server.in_flight)
         await client.renew()
         assert server.connections_made == 1, "too young to be renewed"
-        await client.renew(young_s=0.0)
+        await client.renew(min_age_s=0.0)
         await calling.call(kit.request(), turn=2)
         await slow
         assert s.outcomes == ["ok", "ok"]

@@ -1,4 +1,4 @@
-"""A budget bounds each call that it sets something aside for, also where nobody named a bound."""
+"""A budget limits the output of each call that it reserves for."""
 
 import json
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from hermes_rl import errors as e
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Endpoint, Sampling, connect
 from hermes_rl.models.calls import Route
-from hermes_rl.models.errors import facts_of
+from hermes_rl.models.errors import read_error_facts
 from hermes_rl.models.providers import PriceTable, read_price
 from hermes_rl.models.rate import NANO, OUTPUT_MAX, Budget, Limiter
 from hermes_rl.testing import OUTPUT_CAP, PROMPT, WINDOW
@@ -28,25 +28,23 @@ def sent(server):
 
 
 def priced(**more):
-    return PriceTable(own={"noop": read_price({**PRICE, **more})})
+    return PriceTable(user_prices={"noop": read_price({**PRICE, **more})})
 
 
 @pytest.mark.parametrize("mode", DIALECTS)
-async def test_what_is_set_aside_is_sent_and_recorded_and_nothing_without_a_budget(
-    kit, stage, mode
-):
-    own = OUTPUT_MAX if mode == "anthropic_messages" else None  # this wire always names a bound
+async def test_reserved_output_limit_is_sent_and_recorded(kit, stage, mode):
+    custom = OUTPUT_MAX if mode == "anthropic_messages" else None  # this wire always names a bound
     async with stage() as s:
         server = await s.server()
         route = s.route(server, "noop", api_mode=mode)
         await s.caller(route).call(kit.request(), turn=1)
-        assert (sent(server), s.events.starts[0].max_output_tokens) == ([own], None)
+        assert (sent(server), s.events.starts[0].max_output_tokens) == ([custom], None)
         budget = budget_of(run_tokens=10**6)
         await s.caller(route, budget=budget).call(kit.request(), turn=1)
         await s.caller(route, budget=budget).call(
             kit.request(sampling=Sampling(max_tokens=77)), turn=1
         )
-        assert sent(server) == [own, OUTPUT_MAX, 77]
+        assert sent(server) == [custom, OUTPUT_MAX, 77]
         assert [x.max_output_tokens for x in s.events.starts] == [None, OUTPUT_MAX, 77]
 
 
@@ -66,7 +64,7 @@ async def test_what_is_set_aside_is_sent_and_recorded_and_nothing_without_a_budg
         (Budget(budget_of(run_usd=NANO).leases, limits={"unit:usd": NANO}), None, None),
     ],
 )
-async def test_which_calls_a_budget_bounds(kit, stage, budget, prices, bound):
+async def test_calls_that_a_budget_limits(kit, stage, budget, prices, bound):
     async with stage() as s:
         server = await s.server()
         route = replace(s.route(server, "noop"), prices=prices)
@@ -74,18 +72,18 @@ async def test_which_calls_a_budget_bounds(kit, stage, budget, prices, bound):
         assert sent(server) == [bound]
 
 
-async def test_a_bound_in_a_field_of_the_users_own_is_the_bound(kit, stage):
+async def test_output_limit_in_extra_fields_is_used(kit, stage):
     async with stage() as s:
         server = await s.server()
-        asked = kit.request(extra={"max_completion_tokens": 60})
+        model_request = kit.request(extra={"max_completion_tokens": 60})
         await s.caller(s.route(server, "noop"), budget=budget_of(run_tokens=200)).call(
-            asked, turn=1
+            model_request, turn=1
         )
         assert sent(server) == [60]
         assert [x.max_output_tokens for x in s.events.starts] == [60]
         with pytest.raises(e.CostLimit):
             await s.caller(s.route(server, "noop"), budget=budget_of(run_tokens=60)).call(
-                asked, turn=1
+                model_request, turn=1
             )
 
 
@@ -101,7 +99,7 @@ class Noting(Limiter):
         return super().slot(estimate)
 
 
-async def test_rates_of_output_tokens_do_not_take_a_budgets_bound_for_what_will_come(kit, stage):
+async def test_imposed_limit_is_not_an_output_estimate(kit, stage):
     async with stage() as s:
         limiter = Noting()
         route = Route.single("noop", s.client(await s.server()), limiter)
@@ -112,16 +110,16 @@ async def test_rates_of_output_tokens_do_not_take_a_budgets_bound_for_what_will_
 
 
 @pytest.mark.parametrize(("total", "answer"), [(9000, 9500), (9000, 9000)])
-def test_numbers_that_do_not_add_up_are_no_prompt(total, answer):
+def test_inconsistent_numbers_give_no_prompt_size(total, answer):
     text = f"context length is 8192 tokens. You requested {total} tokens ({answer} in the output)"
-    assert facts_of(text) == e.Facts(context_limit=8192)
+    assert read_error_facts(text) == e.Facts(context_limit=8192)
 
 
 LEFT = WINDOW - PROMPT
 
 
 @pytest.mark.parametrize(
-    ("fault", "asked", "limit", "bounds"),
+    ("fault", "model_request", "limit", "bounds"),
     [
         ("over_cap", None, 10**6, [OUTPUT_MAX, OUTPUT_CAP, OUTPUT_CAP]),
         ("over_cap", 99_999, None, [99_999, OUTPUT_CAP, OUTPUT_CAP]),
@@ -131,14 +129,14 @@ LEFT = WINDOW - PROMPT
         ("over_window", 5_000, 10**6, [5_000, LEFT, 5_000, LEFT]),
     ],
 )
-async def test_a_bound_that_is_refused_is_lowered_to_what_the_server_names(
-    kit, stage, fault, asked, limit, bounds
+async def test_refused_output_limit_is_lowered_to_the_servers(
+    kit, stage, fault, model_request, limit, bounds
 ):
     """A cap of the model is remembered, and so is a window for a bound that a budget imposed."""
     async with stage() as s:
         server = await s.server()
         calling = s.caller(s.route(server), budget=limit and budget_of(run_tokens=limit))
-        request = kit.request("hi", f"fault-{fault}", sampling=Sampling(max_tokens=asked))
+        request = kit.request("hi", f"fault-{fault}", sampling=Sampling(max_tokens=model_request))
         for turn in (1, 2):
             await calling.call(request, turn=turn)
         found = sent(server)
@@ -168,7 +166,7 @@ SILENT = "The prompt and the answer exceed the context window of this model."
 
 
 @asynccontextmanager
-async def small_window(stage, words, limit=10**6):
+async def small_window(stage, texts, limit=10**6):
     """(a caller, the log: prompt, bound, answered) at a server that refuses what does not fit."""
     log, window = [], 8192
 
@@ -179,13 +177,15 @@ async def small_window(stage, words, limit=10**6):
         fits = prompt + (most or 1) <= window
         log.append((prompt, most, fits))
         if not fits:
-            said = words.format(most=most, window=window, prompt=prompt, sum=prompt + (most or 0))
-            error = {"message": said, "type": "BadRequestError", "code": 400}
+            message = texts.format(
+                most=most, window=window, prompt=prompt, sum=prompt + (most or 0)
+            )
+            error = {"message": message, "type": "BadRequestError", "code": 400}
             return web.json_response({"error": error}, status=400)
-        told = {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
+        reported = {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
         choice = {"index": 0, "message": {"role": "assistant", "content": "so"}}
         return web.json_response(
-            {"id": "x", "choices": [{**choice, "finish_reason": "stop"}], "usage": told}
+            {"id": "x", "choices": [{**choice, "finish_reason": "stop"}], "usage": reported}
         )
 
     app = web.Application()
@@ -198,16 +198,16 @@ async def small_window(stage, words, limit=10**6):
 
 
 async def talk(kit, calling, turns, chars):
-    asked = kit.request([UserMessage(content="x" * chars)])
+    model_request = kit.request([UserMessage(content="x" * chars)])
     for turn in range(1, turns + 1):
-        answer = await calling.call(asked, turn=turn)
-        asked.conversation.append(answer.message)
-        asked.conversation.append(UserMessage(content="y" * chars))
+        answer = await calling.call(model_request, turn=turn)
+        model_request.conversation.append(answer.message)
+        model_request.conversation.append(UserMessage(content="y" * chars))
 
 
-@pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
-async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, words):
-    async with small_window(stage, words) as (calling, log):
+@pytest.mark.parametrize("texts", [NEW, OLD, SGLANG])
+async def test_small_window_costs_one_refused_call(kit, stage, texts):
+    async with small_window(stage, texts) as (calling, log):
         await talk(kit, calling, 10, 2000)
     assert [fits for _, _, fits in log] == [False] + [True] * 10
     assert log[0][1] == OUTPUT_MAX
@@ -215,11 +215,11 @@ async def test_a_small_window_costs_a_conversation_one_refused_call(kit, stage, 
     assert all(8192 - prompt - most <= prompt // 8 for prompt, most, fits in log if fits)
 
 
-@pytest.mark.parametrize("words", [NEW, OLD, SGLANG])
+@pytest.mark.parametrize("texts", [NEW, OLD, SGLANG])
 @pytest.mark.parametrize("limit", [None, 10**6])
-async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words, limit):
-    """The last answers have the very room that is left, however small."""
-    async with small_window(stage, words, limit) as (calling, log):
+async def test_window_is_used_completely(kit, stage, texts, limit):
+    """The last answers may use exactly what is left of the window."""
+    async with small_window(stage, texts, limit) as (calling, log):
         await talk(kit, calling, 1, 4 * 8000)
     prompt, most, fits = log[-1]
     assert fits
@@ -227,7 +227,7 @@ async def test_a_window_is_used_to_its_end_as_without_a_budget(kit, stage, words
     assert 8192 - prompt < 256
 
 
-async def test_a_server_that_gives_no_numbers_is_asked_for_little_once(kit, stage):
+async def test_small_limit_is_tried_once_without_numbers(kit, stage):
     async with small_window(stage, SILENT) as (calling, log):
         await talk(kit, calling, 1, 400)
         assert [(most, fits) for _, most, fits in log] == [(OUTPUT_MAX, False), (4096, True)]

@@ -1,7 +1,7 @@
 """What an agent does to void its attempt: it is graded all the same, on what it left.
 
-A failure of infrastructure would be tried again and kept out of the scores, so no deed of an agent
-may look like one.
+A failure of infrastructure would be tried again and kept out of the scores, so no action of an
+agent may look like one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ for pid in (1, 2, os.getppid()):
         try: resource.prlimit(pid, number, (0, 0))
         except OSError: pass
 """
-DEEDS = {
+KILLS = {
     "state_pipes": "cd /run/hx && rm -f a b && mkfifo a b",
     "state_gone": "rm -rf /run/hx",
     "state_link": "ln -sf /dev/zero /run/hx/a; ln -sf /dev/zero /run/hx/b",
@@ -59,7 +59,7 @@ STUCK = {
 """Those that take the host seconds to see."""
 
 
-async def play(stage: Stage, kept: Path, deeds: dict[str, str]) -> dict[str, Trajectory]:
+async def play(stage: Stage, kept: Path, kills: dict[str, str]) -> dict[str, Trajectory]:
     """One attempt for each, all at once, where workspaces are kept."""
     context = replace(stage.context, workspaces=kept)
 
@@ -73,8 +73,8 @@ async def play(stage: Stage, kept: Path, deeds: dict[str, str]) -> dict[str, Tra
         item: WorkItem = stage.item(row, index)
         return await run_attempt(context, item, EventLog(Journal().record))
 
-    rows = await asyncio.gather(*(attempt(i, deed) for i, deed in enumerate(deeds.values())))
-    return dict(zip(deeds, rows, strict=True))
+    rows = await asyncio.gather(*(attempt(i, kill) for i, kill in enumerate(kills.values())))
+    return dict(zip(kills, rows, strict=True))
 
 
 def assert_graded(rows: dict[str, Trajectory]) -> None:
@@ -84,8 +84,8 @@ def assert_graded(rows: dict[str, Trajectory]) -> None:
     assert {row.end_reason for row in rows.values()} <= {*ENDINGS}
 
 
-async def test_every_deed_is_graded(stage: Open, tmp_path: Path) -> None:
-    rows = await play(await stage(), tmp_path / "workspaces", DEEDS)
+async def test_sandbox_kills_are_graded(stage: Open, tmp_path: Path) -> None:
+    rows = await play(await stage(), tmp_path / "workspaces", KILLS)
     assert_graded(rows)
     ends = {name: row.end_reason for name, row in rows.items()}
     assert ends["kill_2"] == ends["kill_all"] == "sandbox_killed"
@@ -96,7 +96,7 @@ async def test_every_deed_is_graded(stage: Open, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_deeds_that_stop_the_shell_are_graded(stage: Open, tmp_path: Path) -> None:
+async def test_shell_kills_are_graded(stage: Open, tmp_path: Path) -> None:
     rows = await play(await stage(), tmp_path / "workspaces", STUCK)
     assert_graded(rows)
     assert rows["stop"].end_reason == "sandbox_killed"
