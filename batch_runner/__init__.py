@@ -15,13 +15,13 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from batch_runner import settings
-    from batch_runner.budgets import Prices, budgets_of, requested_name, spent_before
-    from batch_runner.dispatcher import ALONE_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
+    from batch_runner.budgets import Prices, budgets_of, requested_name, sum_earlier_spending
+    from batch_runner.dispatcher import ISOLATED_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
     from batch_runner.dryrun import dry_run, pilot_run, predict, student_t
-    from batch_runner.groups import at_once
+    from batch_runner.groups import run_concurrently
     from batch_runner.manifest import capabilities, read_manifest, write_manifest
     from batch_runner.plan import OccurrenceCounter, Pilot, Plan, RunSource, UnitReader, open_reader
-    from batch_runner.pool import RayWorker, connected, decode_reply
+    from batch_runner.pool import RayWorker, connect_ray, decode_reply
     from batch_runner.progress import (
         JsonEvents,
         Progress,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from batch_runner.regrade import regrade_run
     from batch_runner.report import Report, exact_lines
     from batch_runner.runner import arun_batch, run_batch
-    from batch_runner.settings import as_config, open_hosts, settle
+    from batch_runner.settings import as_config, open_hosts, resolve_settings
     from batch_runner.worker import Reply
 else:
     __getattr__, __dir__ = attach(__name__)

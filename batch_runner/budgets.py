@@ -1,5 +1,5 @@
-"""A run's limits and budgets at the driver: prices, what earlier starts spent, the coordinator and
-its summary."""
+"""Rate limits and budgets of a run at the driver: prices, earlier spending, the coordinator and its
+summary."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ Worst = Callable[[str, int, int], Decimal | None]
 None where there is no price."""
 
 _TABLES = ("trajectories", "failures", "groups", "grades")
-"""Calls of sub-agents are in their root's row too; those of `score_group` and of regrades are in no
-row of a unit."""
+"""Rows include the calls of sub-agents; calls of `score_group` and of regrades are in `groups` and
+`grades`."""
 
 _UNKNOWN = ("unknown_input_tokens_max", "unknown_output_tokens_max")
-"""Metrics of rows with calls whose usage nobody knows: upper bounds."""
+"""Metrics of rows with calls of unknown usage: upper bounds."""
 
 
 class Prices:
-    """What models cost where a run's calls go.
+    """Prices of the models that a run calls.
 
     Args:
         config: its endpoint, fallbacks, providers and prices.
@@ -70,7 +70,7 @@ class Prices:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names that the run asks for."""
+        """The model names that the run requests."""
         return tuple(model for model, _ in self._tables)
 
     def unpriced(self) -> list[str]:
@@ -121,14 +121,16 @@ def make_coordinator(config: RunConfig, run_dir: RunDir, concurrency: int) -> Co
     """
     budgets, prices, spent = budgets_of(config), Prices(config), dict[str, int]()
     if budgets:
-        spent = spent_before(run_dir, budgets, prices.worst, prices.models, prices.output_max)
+        spent = sum_earlier_spending(
+            run_dir, budgets, prices.worst, prices.models, prices.output_max
+        )
     rates = Rates(**{kind: getattr(config.endpoint.rates, kind) for kind in KINDS})
     return Coordinator(
         concurrency, budgets, spent, clock=time.monotonic, unix=time.time, rates=rates
     )
 
 
-def as_plain(summary: Summary, budgets: Mapping[str, int]) -> dict[str, Any]:
+def summary_as_dict(summary: Summary, budgets: Mapping[str, int]) -> dict[str, Any]:
     """Convert a summary for manifest.json: how each limit came about, and what is spent.
 
     Dollars are dollars again; `limits` is a list of [seconds since the start, limit, reason],
@@ -159,15 +161,15 @@ def as_plain(summary: Summary, budgets: Mapping[str, int]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def within_budgets(
+async def open_budget_share(
     config: RunConfig, run_dir: RunDir, concurrency: int, summary: dict[str, Any]
 ) -> AsyncIterator[Share]:
-    """What is left of the run's budgets, and limiters, for work of the driver's own: scoring groups
-    and grading again. No worker is at work.
+    """Open the rest of the run's budgets, and limiters, for calls of the driver itself: scoring
+    groups and grading again. No worker may be running.
 
     Args:
         concurrency: calls at once, at most.
-        summary: updated at the end, see `as_plain`. Its budgets are those of all starts so far.
+        summary: updated at the end, see `summary_as_dict`; budgets include all earlier starts.
     """
     coordinator = await asyncio.to_thread(make_coordinator, config, run_dir, concurrency)
     try:
@@ -175,7 +177,7 @@ async def within_budgets(
         async with share.coordinated(coordinator.handle):
             yield share
     finally:
-        summary |= as_plain(coordinator.summary(), budgets_of(config))
+        summary |= summary_as_dict(coordinator.summary(), budgets_of(config))
 
 
 def _per_minute(per_s: float | None) -> float | None:
@@ -186,19 +188,19 @@ def _amount(budget: str, amount: int) -> float | int:
     return amount / NANO if budget.endswith(":usd") else amount
 
 
-def spent_before(
+def sum_earlier_spending(
     run_dir: RunDir,
     budgets: Collection[str],
     worst: Worst,
     models: Collection[str] = (),
     output_max: Callable[[str], int] = lambda model: OUTPUT_MAX,
 ) -> dict[str, int]:
-    """Return budget -> what is spent of it. Blocking. Calls of unknown usage count with their worst
-    case.
+    """Return budget -> the amount spent. Blocking. Calls of unknown usage count with their upper
+    bound.
 
     Args:
-        models: names that the run asks for, beside those that have budgets: what a call's model is
-            taken for.
+        models: names that the run requests, beside those with budgets; the model of a call is
+            matched with them.
         output_max: the most output tokens of a model's call that named no bound.
     """
     if not budgets:
@@ -223,12 +225,12 @@ def spent_before(
 
 
 def requested_name(served: str, row_model: str, models: Collection[str]) -> str:
-    """The name under which a model was asked for, from the name in a call: a server may call it by
-    a longer one (`gpt-5-2025-08-07`, `openai/gpt-5`). The row's own model where none fits.
+    """Return the requested name of a model that a server reports under a longer name, such as
+    `gpt-5-2025-08-07` or `openai/gpt-5`; the model of the row where none matches.
 
     Args:
-        row_model: what the unit was to ask.
-        models: all that the run asks for.
+        row_model: the model of the unit.
+        models: all models that the run requests.
     """
     if served in models or served == row_model:
         return served
@@ -242,8 +244,8 @@ def _is_longer(served: str, model: str) -> bool:
 
 
 def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: Worst) -> None:
-    """Calls of known usage. Where their price is known and what they cost is not, as the answers
-    did not say all that the price needs, it is the most that it can have been."""
+    """Add calls of known usage. Where a price is known but not the cost, because the usage lacks
+    details, the upper bound counts."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -251,11 +253,11 @@ def _add_known(found: Counter[str], rows: Any, models: Collection[str], worst: W
     calls = pc.list_flatten(lists)
     requested = rows["model"].combine_chunks().take(pc.list_parent_indices(lists))
     columns = {name: pc.struct_field(calls, name) for name in ("model", "cost_usd", *_COUNTS)}
-    columns |= {"asked": requested, "costed": pc.is_valid(columns["cost_usd"])}
-    sums = pa.table(columns).group_by(["model", "asked", "costed"])
+    columns |= {"requested": requested, "costed": pc.is_valid(columns["cost_usd"])}
+    sums = pa.table(columns).group_by(["model", "requested", "costed"])
     for row in sums.aggregate([(name, "sum") for name in ("cost_usd", *_COUNTS)]).to_pylist():
         read, made = (row[f"{name}_sum"] or 0 for name in _COUNTS)
-        model, tokens = requested_name(row["model"], row["asked"], models), read + made
+        model, tokens = requested_name(row["model"], row["requested"], models), read + made
         cost = row["cost_usd_sum"] if row["costed"] else worst(model, read, made)
         usd = round((cost or 0) * NANO)
         found[RUN_TOKENS] += tokens
@@ -290,7 +292,7 @@ def _add_unknown(
         read, made = (bounds.get(name) for name in _UNKNOWN)
         if made is None:  # a call named no bound
             made = len(unknown) * max(map(output_max, wanted))
-        # The bounds are of all unknown calls together; a fallback may be dearer than the model.
+        # The bounds cover all unknown calls together; a fallback may cost more than the model.
         costs = {name: math.ceil((worst(name, read or 0, made) or 0) * NANO) for name in wanted}
         found[RUN_TOKENS] += (read or 0) + made
         found[RUN_USD] += max(costs.values())

@@ -1,9 +1,9 @@
-"""Gives a source's attempts to workers and brings their receipts back.
+"""Sends the attempts of a source to workers and returns their receipts.
 
-Invariants: an attempt is journalled before it is sent; a worker never holds more than its capacity;
-an attempt that was sent comes back as exactly one receipt, from its worker or, when that died, from
-the recovery of its journal; a dead worker is fenced before its units are handed out again; a worker
-that is lost, or cannot be started, costs no other worker its rollouts.
+Invariants: an attempt is journaled before it is sent; a worker never holds more than its capacity;
+each attempt that was sent gets exactly one receipt, from its worker or, when that died, from the
+recovery of its journal; a dead worker is fenced before its units are sent again; a worker that is
+lost, or cannot be started, does not affect the rollouts of others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hermes_rl.store import Driver, NotFenced
 
 
 class WorkerLost(Exception):
-    """The worker died, or was not heard for the lease."""
+    """The worker died, or did not answer within the lease."""
 
 
 class WorkerHandle(Protocol):
@@ -48,55 +48,55 @@ class WorkerHandle(Protocol):
 
 
 StartWorker = Callable[[int, int], Awaitable[WorkerHandle]]
-"""Starts worker number N with a capacity; nothing of it runs on when this raises or is cancelled.
-Raises: HermesError when it cannot be started."""
+"""Starts worker number N with a capacity; leaves no process when it raises or is cancelled.
+Raises: HermesError when the worker cannot be started."""
 
 
 class Listener(Protocol):
-    """Receives what belongs to no receipt."""
+    """Receives events that belong to no receipt."""
 
-    def heard(self, requests: int, throttled: int) -> None:
-        """Model requests since the last time, and how many of them were refused with 429."""
+    def count_requests(self, requests: int, throttled: int) -> None:
+        """Count model requests since the last call, and those that were refused with 429."""
 
-    def lost(self, writer: str, why: str) -> None:
-        """A worker died; its attempts come again."""
+    def report_lost_worker(self, writer: str, why: str) -> None:
+        """A worker died; its attempts are sent again."""
 
     def note(self, text: str) -> None:
-        """One line for people."""
+        """Show one line."""
 
-    def fault(self, cause: str, text: str) -> None:
-        """A worker, or the driver's own journal, has stopped for good."""
+    def report_fault(self, cause: str, text: str) -> None:
+        """A worker, or the journal of the driver, cannot continue."""
 
 
-class Pulse:
-    """Notices that this process did not run for a while: it was stopped, or its loop was blocked.
-    Its workers ended by themselves then, whatever they were running."""
+class SuspensionDetector:
+    """Detects that this process did not run for a while, because it was suspended or its loop was
+    blocked. Its workers then ended when their lease expired."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._last = _now()
-        self._pause, self._until = 0.0, self._last
+        self._pause, self._wait_until = 0.0, self._last
 
-    async def beat(self) -> None:
-        """Look at the clock again and again."""
+    async def watch(self) -> None:
+        """Compare the clock at regular intervals."""
         while True:
             self._look()
             await asyncio.sleep(self._lease_s / 12)
 
-    def pause(self) -> float:
-        """Seconds of the last pause that may have cost workers their lease; 0 for none."""
+    def last_pause_s(self) -> float:
+        """Return the seconds of the last suspension that may have expired leases; 0 for none."""
         self._look()
-        return self._pause if _now() - self._until < 2 * self._lease_s else 0.0
+        return self._pause if _now() - self._wait_until < 2 * self._lease_s else 0.0
 
     def _look(self) -> None:
         now = _now()
         if now - self._last > self._lease_s / 2:
-            self._pause, self._until = now - self._last, now
+            self._pause, self._wait_until = now - self._last, now
         self._last = now
 
 
 def _now() -> float:
-    """A clock that goes on while the machine sleeps, where there is one."""
+    """A clock that includes time in which the machine sleeps, where the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -108,15 +108,15 @@ START_PAUSE_MAX_S = 60.0
 """A worker that could not be started is tried again after the first pause, doubling to the second.
 """
 START_TRIES = 3
-"""After so many failed starts in a row a slot no longer keeps the run waiting."""
+"""After this many failed starts in a row the run no longer waits for a slot."""
 
-ALONE_SLOTS = 2
-"""Workers, beside the others, for units that run alone; further such units wait."""
+ISOLATED_SLOTS = 2
+"""Additional workers for units that run alone; further such units wait."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """How many workers, and of what size."""
+    """The number and capacity of workers."""
 
     workers: int
     concurrency: int
@@ -124,7 +124,7 @@ class Fleet:
     first: int = 1
     """Number of the first worker: 0 is the driver's own process."""
     lease_s: float = 30.0
-    """How long a worker lives without hearing from its driver."""
+    """How long a worker runs without a message from its driver."""
 
     def capacity(self, slot: int) -> int:
         """Rollouts in flight in one worker."""
@@ -138,7 +138,7 @@ class _Slot:
     handle: WorkerHandle | None = None
     in_flight: dict[str, WorkItem] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """The worker is to end once nothing is in flight."""
+    """Set when the worker shall end once nothing is in flight."""
     starting: asyncio.Timeout | None = None
     """Ends a start that is no longer needed."""
     failures: int = 0
@@ -162,7 +162,7 @@ class Dispatcher:
     """Runs a source's work on workers. See the module's invariants.
 
     Args:
-        listener: told of requests and of faults, beside the source.
+        listener: receives requests and faults.
     """
 
     def __init__(
@@ -173,16 +173,16 @@ class Dispatcher:
         self._fleet = fleet
         self._listener = listener
         self._slots = [_Slot(fleet.capacity(i)) for i in range(fleet.workers)]
-        self._alone_slots: list[_Slot] = []
-        self._alone: deque[WorkItem] = deque()
-        """Attempts that wait for a worker of their own."""
+        self._isolated_slots: list[_Slot] = []
+        self._isolated: deque[WorkItem] = deque()
+        """Attempts that wait for their own worker."""
         self._numbers = itertools.count(fleet.first)
-        self._pulse = Pulse(fleet.lease_s)
+        self._suspensions = SuspensionDetector(fleet.lease_s)
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
-        """Nothing more is handed out: the source is done, or something is broken."""
-        self._worked = False
-        """A worker was started."""
+        """Set when no more attempts are sent: the source is done, or a fault occurred."""
+        self._any_started = False
+        """Whether any worker was started."""
 
     async def run(self, source: RunSource) -> None:
         """Return when the source is done and all workers have published and ended.
@@ -191,23 +191,23 @@ class Dispatcher:
         Raises: HermesError when not one worker can be started.
         """
         watchers = [
-            asyncio.create_task(self._pulse.beat()),
-            asyncio.create_task(self._end_with(source)),
+            asyncio.create_task(self._suspensions.watch()),
+            asyncio.create_task(self._end_when_stopped(source)),
         ]
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
                     group.create_task(self._serve(slot, source))
-                for _ in range(ALONE_SLOTS if self._fleet.first else 0):
-                    group.create_task(self._serve_alone(source))
+                for _ in range(ISOLATED_SLOTS if self._fleet.first else 0):
+                    group.create_task(self._serve_isolated(source))
                 await self._feed(source)
                 self._end()
-                await self._until(lambda: not any(s.in_flight for s in self._all_slots()))
+                await self._wait_until(lambda: not any(s.in_flight for s in self._all_slots()))
                 for slot in self._slots:
                     slot.closing.set()
         except BaseExceptionGroup as errors:
             await self._kill_all()
-            raise _first(errors) from None
+            raise _first_error(errors) from None
         except asyncio.CancelledError:
             for writer in await self._kill_all():
                 await self._recover(writer, "interrupted", source)
@@ -217,27 +217,28 @@ class Dispatcher:
                 watcher.cancel()
 
     async def _feed(self, source: RunSource) -> None:
-        """Hand out attempts, each to the worker with the most room, until there are no more."""
-        # The first worker that is up must not take all of a small dataset.
-        await self._until_fed(lambda: all(s.handle or s.failures for s in self._slots))
+        """Send attempts, each to the worker with the most free capacity, until there are no
+        more."""
+        # The first worker to start must not get all units of a small dataset.
+        await self._wait_unless_ending(lambda: all(s.handle or s.failures for s in self._slots))
         while True:
-            await self._until_fed(lambda: self._roomiest().free > 0)
+            await self._wait_unless_ending(lambda: self._least_loaded().free > 0)
             if self._ending.is_set() or (item := await source.next()) is None:
                 return
-            if item.alone and self._fleet.first:
-                self._alone.append(item)
+            if item.isolated and self._fleet.first:
+                self._isolated.append(item)
                 self._changed.set()
                 continue
-            await self._until_fed(lambda: self._roomiest().free > 0)
+            await self._wait_unless_ending(lambda: self._least_loaded().free > 0)
             if self._ending.is_set():
                 return
-            await self._send(self._roomiest(), item)
+            await self._send(self._least_loaded(), item)
 
-    def _roomiest(self) -> _Slot:
+    def _least_loaded(self) -> _Slot:
         return max(self._slots, key=lambda slot: slot.free)
 
     def _all_slots(self) -> list[_Slot]:
-        return [*self._slots, *self._alone_slots]
+        return [*self._slots, *self._isolated_slots]
 
     async def _send(self, slot: _Slot, item: WorkItem) -> None:
         assert slot.handle is not None
@@ -249,45 +250,45 @@ class Dispatcher:
             slot.in_flight.pop(item.unit_id)
             self._stop("disk", str(error))
         except WorkerLost:
-            pass  # the poll of this worker meets it too, and recovers the attempt
+            pass  # the next poll of this worker raises, too, and recovers the attempt
 
     async def _serve(self, slot: _Slot, source: RunSource) -> None:
-        """Keep one worker alive until nothing more is handed out."""
+        """Keep one worker running until no more attempts are sent."""
         while not self._ending.is_set():
             if await self._start(slot, source):
-                await self._live(slot, source)
+                await self._run_worker(slot, source)
             else:
                 await self._pause(slot.pause_s)
 
-    async def _serve_alone(self, source: RunSource) -> None:
-        """Run attempts of units under which workers died, one after the other."""
+    async def _serve_isolated(self, source: RunSource) -> None:
+        """Run attempts of units under which workers died, each in its own worker."""
         while True:
-            await self._until_fed(lambda: bool(self._alone))
+            await self._wait_unless_ending(lambda: bool(self._isolated))
             if self._ending.is_set():
                 return
-            item = self._alone.popleft()
+            item = self._isolated.popleft()
             slot = _Slot(capacity=1, in_flight={item.unit_id: item})
             slot.closing.set()
-            self._alone_slots.append(slot)
-            await self._run_alone(slot, source, item)
-            self._alone_slots.remove(slot)
+            self._isolated_slots.append(slot)
+            await self._run_isolated(slot, source, item)
+            self._isolated_slots.remove(slot)
             self._changed.set()
 
-    async def _run_alone(self, slot: _Slot, source: RunSource, item: WorkItem) -> None:
+    async def _run_isolated(self, slot: _Slot, source: RunSource, item: WorkItem) -> None:
         """Run one attempt in a fresh worker."""
         while not self._ending.is_set():
             if await self._start(slot, source):
                 await self._send(slot, item)
-                await self._live(slot, source)
+                await self._run_worker(slot, source)
                 return
             if slot.failures == START_TRIES:
                 why = f"no worker of its own could be started for a unit ({slot.refusal})"
-                await source.leave(item.unit_id, why)
+                await source.leave_open(item.unit_id, why)
                 return
             await self._pause(slot.pause_s)
 
     async def _start(self, slot: _Slot, source: RunSource) -> bool:
-        """Try to start a slot's worker; False when that failed, or nothing more is handed out.
+        """Try to start the worker of a slot. Returns False when that fails, or the run ends.
 
         Raises: HermesError when not one worker could be started.
         """
@@ -297,16 +298,16 @@ class Dispatcher:
             slot.handle = await self._start_in_time(slot, number)
         except HermesError as error:
             slot.failures, slot.refusal = slot.failures + 1, str(error)
-            self._judge_failure(slot, writer, error)
+            self._handle_failed_start(slot, writer, error)
         if slot.handle is None:
             await self._recover(writer, "worker_lost", source)
         else:
-            slot.failures, self._worked = 0, True
+            slot.failures, self._any_started = 0, True
         self._changed.set()
         return slot.handle is not None
 
     async def _start_in_time(self, slot: _Slot, number: int) -> WorkerHandle | None:
-        """Start a worker; None when nothing more is handed out before it is up."""
+        """Start a worker. Returns None when the run ends before the worker is ready."""
         try:
             async with asyncio.timeout(None) as slot.starting:
                 return await self._start_worker(number, slot.capacity)
@@ -317,53 +318,55 @@ class Dispatcher:
         finally:
             slot.starting = None
 
-    def _judge_failure(self, slot: _Slot, writer: str, error: HermesError) -> None:
-        """What a failed start means: fewer workers for a while, or the end of the run.
+    def _handle_failed_start(self, slot: _Slot, writer: str, error: HermesError) -> None:
+        """Continue with fewer workers after a failed start, or stop the run.
 
-        Raises: the error, when no other worker was ever there.
+        Raises: the error, when no worker was ever started.
         """
-        tries = START_TRIES if self._worked else 1
+        tries = START_TRIES if self._any_started else 1
         others = sum(s.handle is not None for s in self._all_slots())
         if others or any(s.failures < tries for s in self._slots):
             self._listener.note(
                 f"worker {writer} could not be started ({error}); {others} still running, "
                 f"next try in {slot.pause_s:g} s"
             )
-        elif self._worked:
+        elif self._any_started:
             self._stop("worker_lost", f"no worker is left, and none can be started ({error})")
         else:
             raise error
 
-    async def _live(self, slot: _Slot, source: RunSource) -> None:
-        """The life of one worker, from its first poll to its end or loss."""
+    async def _run_worker(self, slot: _Slot, source: RunSource) -> None:
+        """Poll one worker until its end or loss."""
         assert slot.handle is not None
         handle = slot.handle
         try:
-            if await self._listen(slot, handle, source):
+            if await self._receive_until_closed(slot, handle, source):
                 self._note_reply(await handle.close())
             else:
-                slot.in_flight.clear()  # its disk is full: the next start recovers them
+                slot.in_flight.clear()  # after a fault the next start recovers them
                 await handle.kill()
-            slot.handle = None  # not before: a cancelled close leaves a worker to kill
+            slot.handle = None  # only now: after a cancelled close the worker must be killed
         except WorkerLost as error:
-            away = self._pulse.pause()
-            why = f"this process did not run for {away:.0f} s" if away else str(error)
-            self._listener.lost(handle.writer, why)
+            suspended_s = self._suspensions.last_pause_s()
+            why = f"this process did not run for {suspended_s:.0f} s" if suspended_s else str(error)
+            self._listener.report_lost_worker(handle.writer, why)
             slot.handle = None
             await handle.kill()
-            # A worker that ended because this process was away died of nothing that it ran.
-            cause = "driver_lost" if away else "worker_lost"
+            # No unit is the cause when the worker ended because this process was suspended.
+            cause = "driver_lost" if suspended_s else "worker_lost"
             await self._recover(handle.writer, cause, source, tuple(slot.in_flight))
             pause_s = 0.0 if slot.in_flight else RESTART_PAUSE_S
             slot.in_flight.clear()
             await self._pause(pause_s)
         self._changed.set()
 
-    async def _listen(self, slot: _Slot, handle: WorkerHandle, source: RunSource) -> bool:
-        """Bring receipts until the worker is to close and has nothing in flight; False after a
-        fault. Raises: WorkerLost."""
+    async def _receive_until_closed(
+        self, slot: _Slot, handle: WorkerHandle, source: RunSource
+    ) -> bool:
+        """Pass on receipts until the worker shall close and has nothing in flight. Returns False
+        after a fault. Raises: WorkerLost."""
         while slot.in_flight or not slot.closing.is_set():
-            reply = await _unless(handle.poll(), slot.closing, slot.in_flight)
+            reply = await _poll_unless_closing(handle.poll(), slot.closing, slot.in_flight)
             if reply is None:
                 break
             for receipt in reply.receipts:
@@ -376,41 +379,41 @@ class Dispatcher:
         return True
 
     def _note_reply(self, reply: Reply) -> None:
-        self._listener.heard(reply.requests, reply.throttled)
+        self._listener.count_requests(reply.requests, reply.throttled)
         if reply.fault is not None:
             self._stop(reply.cause or "harness", reply.fault)
 
     def _stop(self, cause: str, text: str) -> None:
-        self._listener.fault(cause, text)
+        self._listener.report_fault(cause, text)
         self._end()
 
     def _end(self) -> None:
-        """Hand out nothing more, and start no worker."""
+        """Send no more attempts, and start no worker."""
         self._ending.set()
         for slot in self._all_slots():
             if slot.starting is not None:
                 slot.starting.reschedule(0.0)
         self._changed.set()
 
-    async def _end_with(self, source: RunSource) -> None:
-        """A run that is stopped waits for no worker that is still to be started."""
+    async def _end_when_stopped(self, source: RunSource) -> None:
+        """Cancel worker starts when the run is stopped."""
         await source.stopped()
         self._end()
 
     async def _recover(
         self, writer: str, cause: str, source: RunSource, units: Sequence[str] = ()
     ) -> None:
-        """Take over from a worker that is gone.
+        """Recover the journal of a worker that ended.
 
         Args:
-            units: what it had in flight.
+            units: the units that it had in flight.
         """
         try:
             receipts = await self._driver.recover_worker(writer, cause)
         except NotFenced as error:
             self._listener.note(f"{error}. {len(units)} units wait for the next start")
             for unit_id in units:
-                await source.leave(unit_id, str(error))
+                await source.leave_open(unit_id, str(error))
         except DiskFull as error:
             self._stop("disk", str(error))
         except StoreError as error:
@@ -420,33 +423,33 @@ class Dispatcher:
                 await source.receive(receipt)
 
     async def _kill_all(self) -> list[str]:
-        """End all workers at once; returns their names."""
+        """Kill all workers. Returns their names."""
         handles = [slot.handle for slot in self._all_slots() if slot.handle is not None]
         await asyncio.gather(*(handle.kill() for handle in handles))
         return [handle.writer for handle in handles]
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, but not when nothing more is handed out."""
+        """Wait, but not longer than until the run ends."""
         try:
             async with asyncio.timeout(seconds):
                 await self._ending.wait()
         except TimeoutError:
             pass
 
-    async def _until_fed(self, holds: Callable[[], bool]) -> None:
-        """Until a condition holds, or nothing more is handed out."""
-        await self._until(lambda: self._ending.is_set() or holds())
+    async def _wait_unless_ending(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition condition, or the run ends."""
+        await self._wait_until(lambda: self._ending.is_set() or condition())
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             self._changed.clear()
             await self._changed.wait()
 
 
-async def _unless(
+async def _poll_unless_closing(
     poll: Coroutine[Any, Any, Reply], closing: asyncio.Event, in_flight: dict[str, WorkItem]
 ) -> Reply | None:
-    """A poll's reply; None when the worker is to close and nothing is in flight any more."""
+    """Return the reply of a poll; None when the worker shall close and has nothing in flight."""
     polling = asyncio.ensure_future(poll)
     watching = asyncio.ensure_future(closing.wait())
     try:
@@ -459,7 +462,7 @@ async def _unless(
         watching.cancel()
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of a group of groups."""
     inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    return _first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

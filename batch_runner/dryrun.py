@@ -1,5 +1,5 @@
-"""What a run would do, without doing it: nothing is written, locked or asked. And a pilot, which
-runs a few of the units and forecasts what the rest will cost."""
+"""A dry run writes nothing, locks nothing and makes no call. A pilot runs a few units and forecasts
+the cost of the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batch_runner.plan import Pilot, Plan, open_reader, refuse_other_dataset
 from batch_runner.progress import Progress
 from batch_runner.report import Report
 from batch_runner.runner import run_batch
-from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, settle
+from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, resolve_settings
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
 from hermes_rl.store import Ledger, RunDir, read_commits, refuse_changes
@@ -28,7 +28,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `--dry-run` says."""
+    """The result of `--dry-run`."""
 
     path: str
     exists: bool
@@ -75,7 +75,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Range:
-    """What is expected, with a 95 % prediction interval."""
+    """An expected value with its 95 % prediction interval."""
 
     expected: float
     low: float
@@ -84,17 +84,17 @@ class Range:
 
 @dataclass(frozen=True)
 class CostForecast:
-    """What a run will come to cost, from the units that ended."""
+    """The forecast cost of a run, from the units that ended."""
 
     ended: int
-    """Units that the forecast rests on."""
+    """Units that the forecast is based on."""
     open: int
     """Units that are still to be run."""
     spent_usd: float | None
-    """None where a call had no price."""
+    """None when a call had no price."""
     spent_tokens: int
     usd: Range | None
-    """Of the whole run, what is spent included."""
+    """Of the whole run, including the amount spent."""
     tokens: Range | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,8 +119,8 @@ class CostForecast:
 def pilot_run(
     config: RunConfig, progress: Progress | None = None
 ) -> tuple[Forecast, Report, CostForecast]:
-    """Run a hundredth of a run's units (at least five), and say what the rest will cost. What was
-    run counts: the run goes on from there.
+    """Run 1 % of the units of a run (at least five) and forecast the cost of the others. The run
+    continues from there.
 
     Raises: as `dry_run` and `run_batch`.
     """
@@ -133,7 +133,7 @@ def pilot_run(
 
 async def dry_run(config: RunConfig) -> Forecast:
     """Survey a run. Raises: UserError; StoreError when the run directory is of another kind."""
-    settings = settle(config)
+    settings = resolve_settings(config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
     run_dir = RunDir(settings.out)
@@ -198,7 +198,7 @@ def forecast_costs(run: Path, open_units: int) -> CostForecast:
 
 
 def predict(known: Sequence[float], more: int) -> Range | None:
-    """The sum of known values and of so many more like them; None for fewer than two known.
+    """Forecast the sum of known values and of `more` values like them; None for fewer than two.
 
     The interval is that of a sum of `more` new values from the same distribution: mean * more plus
     or minus t * s * sqrt(more + more^2 / n).

@@ -1,7 +1,7 @@
-"""Writes the groups of a run whose members are all final: the driver's last work of a start.
+"""Writes the groups of a run whose members are all final: the last step of each start.
 
-What costs nothing is made again after a kill. What `score_group` is paid for is not: each group
-that it scored is durable before the next one is begun.
+Groups that cost no call are made again after a kill. Groups that `score_group` scored with calls
+are not: each is durable before the next one is scored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from batch_runner.budgets import within_budgets
+from batch_runner.budgets import open_budget_share
 from batch_runner.settings import Settings
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import HermesError
@@ -36,31 +36,30 @@ PER_BATCH = 1_000
 T = TypeVar("T")
 
 
-async def at_once(
-    items: AsyncGenerator[T, None], work: Callable[[T], Awaitable[bool]], most: int
+async def run_concurrently(
+    items: AsyncGenerator[T, None], work: Callable[[T], Awaitable[bool]], limit: int
 ) -> None:
-    """Work through items as they come.
+    """Process items as they arrive, up to `limit` at a time.
 
     Args:
-        work: False begins nothing more; what is under way goes to its end.
-        most: under way at once.
+        work: returns False to start no further item; running ones finish.
 
-    Raises: the first error of `items` or `work`; what was under way is cancelled.
+    Raises: the first error of `items` or `work`; running work is cancelled.
     """
-    going, gate = True, asyncio.Semaphore(most)
+    open_, slots = True, asyncio.Semaphore(limit)
 
     async def one(item: T) -> None:
-        nonlocal going
+        nonlocal open_
         try:
-            going = await work(item) and going
+            open_ = await work(item) and open_
         finally:
-            gate.release()
+            slots.release()
 
     try:
         async with asyncio.TaskGroup() as group, aclosing(items):
             async for item in items:
-                await gate.acquire()
-                if not going:
+                await slots.acquire()
+                if not open_:
                     break
                 group.create_task(one(item))
     except BaseExceptionGroup as errors:
@@ -68,17 +67,17 @@ async def at_once(
 
 
 @dataclass
-class Closed:
-    """What became of the groups that were due."""
+class GroupResults:
+    """Results for the groups that had to be written."""
 
     due: int = 0
     written: int = 0
     why: str = ""
-    """Of the first that could not be scored; or of `stop`."""
+    """The error of `stop`, or of the first group that could not be scored."""
     stop: HermesError | None = None
-    """What kept the others from being scored too."""
+    """The error after which no further group was scored."""
     limits: dict[str, Any] = field(default_factory=dict)
-    """See `within_budgets`; empty when nothing was scored."""
+    """See `open_budget_share`; empty when no group was scored."""
 
     @property
     def unscored(self) -> int:
@@ -86,43 +85,43 @@ class Closed:
         return self.due - self.written
 
 
-async def close_groups(
+async def write_groups(
     settings: Settings, driver: Driver, *, size: MembersOf | None, paid: bool
-) -> Closed:
-    """Write a row for every group that is final and has none of its present state.
+) -> GroupResults:
+    """Write a row for every final group without a row of its current state.
 
     Args:
         size: see `due_groups`; None when no unit of the dataset is open.
-        paid: calls may be made; else groups that its environment scores wait for the next start.
+        paid: calls may be made; otherwise groups that need calls wait for the next start.
 
     Raises: DiskFull; UserError of an environment that cannot be opened.
     """
     scored = _scores_groups(settings)
     if scored and not paid:
-        return Closed()
+        return GroupResults()
     due = await in_thread(_due, driver, size)
-    closed = Closed(due=len(due))
+    results = GroupResults(due=len(due))
     if not scored or not due:
         for at in range(0, len(due), PER_BATCH):
             batch = due[at : at + PER_BATCH]
             await driver.publish(Derived(groups=tuple(make_group(g) for g in batch)))
-            closed.written += len(batch)
-        return closed
+            results.written += len(batch)
+        return results
     from hermes_rl.rl import open_grader
 
     config, run_dir, hosts = settings.config, driver.run_dir, settings.hosts
     assert hosts is not None
     every_s = config.run.publish_every_s
     async with (
-        within_budgets(config, run_dir, SCORED_AT_ONCE, closed.limits) as share,
+        open_budget_share(config, run_dir, SCORED_AT_ONCE, results.limits) as share,
         open_grader(
             config, run_dir, driver.run_id, share, opens=hosts.open, keys=settings.keys
         ) as grader,
         open_derived_writer(run_dir, driver.epoch, every_s=every_s) as writer,
     ):
-        work = _Scored(grader, writer, closed)
-        await at_once(grader.ready(due), work.score, SCORED_AT_ONCE)
-    return closed
+        work = _GroupScorer(grader, writer, results)
+        await run_concurrently(grader.ready(due), work.score, SCORED_AT_ONCE)
+    return results
 
 
 def _scores_groups(settings: Settings) -> bool:
@@ -135,26 +134,27 @@ def _scores_groups(settings: Settings) -> bool:
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """Groups on their way to their rows."""
+class _GroupScorer:
+    """Scores groups and writes their rows."""
 
     grader: Grader
     writer: DerivedWriter
-    closed: Closed
+    results: GroupResults
 
     async def score(self, ready: ReadyGroup) -> bool:
-        """Score one and write its row. One that could not be scored has a row that says why, and
-        stays due; no row when nothing was asked. False when no other could be scored either."""
+        """Score a group and write its row. A group that could not be scored gets a row with the
+        error and is scored again at the next start; it gets none when no call was made. Returns
+        False when no other group could be scored either."""
         cut = make_group(ready.gathered, Scoring(by="score_group", error=INTERRUPTED))
-        question = self.writer.begin(Derived(groups=(cut,)))
-        scoring = await self.grader.score(ready, question)
+        pending = self.writer.begin(Derived(groups=(cut,)))
+        scoring = await self.grader.score(ready, pending)
         row = make_group(ready.gathered, scoring)
-        judged = scoring.stop is None or scoring.calls
-        await self.writer.add(Derived(groups=(row,)) if judged else None, question)
+        kept = scoring.stop is None or scoring.calls
+        await self.writer.add(Derived(groups=(row,)) if kept else None, pending)
         if scoring.error is None:
-            self.closed.written += 1
-        elif self.closed.stop is None and (scoring.stop is not None or not self.closed.why):
-            self.closed.why, self.closed.stop = scoring.error, scoring.stop
+            self.results.written += 1
+        elif self.results.stop is None and (scoring.stop is not None or not self.results.why):
+            self.results.why, self.results.stop = scoring.error, scoring.stop
         return scoring.stop is None
 
 

@@ -1,4 +1,4 @@
-"""Units whose image is not built yet wait for it, while the others run."""
+"""Units wait until their image is built, while others run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ImageCounts:
-    """The images that units of this start need and that were not stored."""
+    """Progress of the images that had to be built for this start."""
 
     wanted: int = 0
-    """As far as the dataset was read."""
+    """So far; the dataset is read lazily."""
     built: int = 0
     failed: int = 0
 
@@ -44,9 +44,9 @@ Release = Callable[[Sequence[WorkItem]], None]
 
 
 class Images:
-    """The builds of one start of a run. A build begins when a unit needs its image; two units never
-    wait for two builds of one image. What could not be built is not tried again in this start: its
-    units run, and fail for want of it.
+    """The image builds of one start. A build starts when the first unit needs the image; other
+    units wait for the same build. A failed build is not repeated in this start: its units run and
+    fail.
 
     Args:
         note: takes a line for people.
@@ -66,11 +66,12 @@ class Images:
         return sum(map(len, self._units.values()))
 
     async def open(self) -> None:
-        """Before anything is paid. Raises: UserError where nothing can be built here."""
+        """Prepare builds before any call is made. Raises: UserError when this machine cannot
+        build."""
         await asyncio.to_thread(self._builds.open)
 
     def hold(self, item: WorkItem, release: Release) -> bool:
-        """Keep a unit until its image is there; False where it need not wait."""
+        """Hold a unit until its image is built. Returns False when it need not wait."""
         image = item.task.image if item.task is not None else None
         if image is None or image not in self._missing:
             return False
@@ -99,16 +100,16 @@ class Images:
         release(self._units.pop(image))
 
     def stop(self) -> None:
-        """End all builds, for a run that ends; its units stay open."""
+        """Stop all builds; their units stay open."""
         self._builds.stop()
 
     async def aclose(self) -> None:
-        """End all builds, and wait for that."""
+        """Stop all builds and wait for their end."""
         await asyncio.to_thread(self._builds.close)
 
 
 def find_missing(settings: Settings) -> ImageBuilds | None:
-    """What of the images of a dataset's task folders is not built yet; None for nothing. Blocks.
+    """Find the images of task folders that are not built yet; None when there are none. Blocking.
 
     Raises: UserError for a variable of `sandbox.build.env` that is not set, and for a kind of
         sandbox that has no use of images built here.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first lets a run end well, the second ends it at once."""
+"""Ctrl-C and SIGTERM: the first signal lets running rollouts finish, the second cancels them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def catching(first: Callable[[], None], second: Callable[[], None]) -> Iterator[Interrupts]:
-    """Catch signals; on another thread than the main one this does nothing.
+def catch_signals(first: Callable[[], None], second: Callable[[], None]) -> Iterator[Interrupts]:
+    """Catch signals; does nothing outside the main thread.
 
     Args:
         first: called on the first signal.
@@ -29,15 +29,15 @@ def catching(first: Callable[[], None], second: Callable[[], None]) -> Iterator[
     try:
         yield caught
     finally:
-        caught.leave()
+        caught.stop_listening()
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
 
 
 def _without_interrupts(report: Callable[[Any], object]) -> Callable[[Any], object]:
-    """A hook for exceptions that nobody can handle, such as in a callback after a fork. Python
-    drops a KeyboardInterrupt there and prints its traceback; the signal was counted before."""
+    """Wrap the hook for exceptions that cannot be raised, such as in a callback after a fork, so
+    that it prints no KeyboardInterrupt: the signal was counted already."""
 
     def hook(unraisable: Any) -> None:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
@@ -47,7 +47,7 @@ def _without_interrupts(report: Callable[[Any], object]) -> Callable[[Any], obje
 
 
 class Interrupts:
-    """Signals that are caught; made by `catching`."""
+    """Counts caught signals; made by `catch_signals`."""
 
     def __init__(
         self, first: Callable[[], None], second: Callable[[], None], signals: Iterable[int]
@@ -58,11 +58,11 @@ class Interrupts:
         self._signals = signals
 
     @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Around what blocks the loop: a signal is answered there, and raises KeyboardInterrupt."""
-        self.leave()
+    def raising_in_blocking_code(self) -> Iterator[None]:
+        """Use around code that blocks the loop: a signal raises KeyboardInterrupt there."""
+        self.stop_listening()
         for number in self._signals:
-            signal.signal(number, self._break_off)
+            signal.signal(number, self._interrupt)
         report = sys.unraisablehook
         sys.unraisablehook = _without_interrupts(report)
         try:
@@ -72,22 +72,22 @@ class Interrupts:
             self.listen()
 
     def listen(self) -> None:
-        """Answer signals in the running loop."""
+        """Handle signals in the running loop."""
         loop = asyncio.get_running_loop()
         for number in self._signals:
-            loop.add_signal_handler(number, self._hit)
+            loop.add_signal_handler(number, self._count_signal)
 
-    def leave(self) -> None:
-        """Answer them in the loop no longer."""
+    def stop_listening(self) -> None:
+        """Stop handling signals in the loop."""
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.remove_signal_handler(number)
 
-    def _break_off(self, number: int, frame: FrameType | None) -> None:
-        self._hit()
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._count_signal()
         raise KeyboardInterrupt
 
-    def _hit(self) -> None:
+    def _count_signal(self) -> None:
         self._count += 1
         if self._count == 1:
             self._first()

@@ -1,4 +1,4 @@
-"""manifest.json: where a run came from. For people and tools, never truth."""
+"""manifest.json: the origin of a run, for people and tools. Recovery never reads it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _FINGERPRINT_BYTES = 1 << 30
 _MODELS_LISTED = 200
 
 KEPT = ("rate_limits", "budgets", "capabilities")
-"""Entries that outlive a start which learned nothing about them."""
+"""Entries that are kept when a start has no newer ones."""
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of what decides how a run behaves; read once, they stand in many files."""
+    """Versions of the packages that determine how a run behaves; cached, as reading them is
+    slow."""
     found = {"hermes_rl": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -43,13 +44,13 @@ def versions() -> dict[str, str]:
 
 
 def _system() -> str:
-    """As `platform.platform()` has it, which starts a process to learn of a part that it drops."""
+    """The result of `platform.platform()`, without the process that it starts."""
     here, libc = os.uname(), "".join(platform.libc_ver())
     return f"{here.sysname}-{here.release}-{here.machine}" + (f"-with-{libc}" if libc else "")
 
 
 def start_meta(settings: Settings) -> dict[str, Any]:
-    """What an epoch's file says of its start."""
+    """The metadata of a start for its epoch file."""
     return {
         "config_hash": settings.config_hash,
         "started_at": round(time.time(), 3),
@@ -59,10 +60,10 @@ def start_meta(settings: Settings) -> dict[str, Any]:
 
 
 def capabilities(config: RunConfig, probed: EndpointReport | None) -> dict[str, Any]:
-    """What is known of the model's endpoint before the first call.
+    """Known capabilities of the endpoint before the first call.
 
     Args:
-        probed: what it said of itself; None when it was not asked, or refused the key.
+        probed: the result of the probe; None without a probe, or when the key was refused.
     """
     where = config.endpoint
     known: dict[str, Any] = {"transport": where.transport, "stream": where.stream}
@@ -86,8 +87,8 @@ def write_manifest(driver: Driver, settings: Settings, more: Mapping[str, Any]) 
     """Write manifest.json. Blocking.
 
     Args:
-        more: further top-level entries. Those of `KEPT` stay as an earlier start wrote them as
-            long as this one has nothing to say.
+        more: further top-level entries. Those of `KEPT` keep their earlier value when it has
+            none.
     """
     run_dir = driver.run_dir
     before = read_manifest(run_dir)
@@ -110,7 +111,7 @@ def write_manifest(driver: Driver, settings: Settings, more: Mapping[str, Any]) 
 
 
 def read_manifest(run_dir: RunDir) -> dict[str, Any]:
-    """What manifest.json says; empty where there is none that can be read."""
+    """The content of manifest.json; empty when it cannot be read."""
     try:
         content = msgspec.json.decode((run_dir.path / "manifest.json").read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -123,7 +124,8 @@ def _meta(run_dir: RunDir, epoch: int) -> dict[str, Any]:
 
 
 def _dataset(path: str, before: object) -> dict[str, Any]:
-    """The dataset's fingerprint; that of the last time when size and time of change still hold."""
+    """The fingerprint of the dataset; the earlier one while size and modification time are
+    equal."""
     file = Path(path).expanduser()
     if not file.is_file():
         return {"path": path}

@@ -1,8 +1,8 @@
-"""Which attempts are to be made: the dataset's units in order, minus those that need none; then the
-retries, and the breaker that stops a run.
+"""The attempts of a run: the open units of the dataset in order, then retries; and the breaker that
+stops a run.
 
-A unit is handed out only while it is open and not in flight, only receipts change the ledger, and
-once a run is stopped nothing more is handed out.
+A unit is handed out only while it is open and not in flight. Only receipts change the ledger. A
+stopped run hands out nothing.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from hermes_rl.text import SECRETS
 if TYPE_CHECKING:
     from batch_runner.images import Images
 
-ALONE_AFTER = LOST_WORKERS_MAX - 1
-"""After so many lost workers, which may have died of a neighbour, a unit runs alone in a fresh one:
-the loss for which it is given up is its own."""
+ISOLATED_AFTER = LOST_WORKERS_MAX - 1
+"""After this many lost workers, which other units may have caused, a unit runs alone in a new
+worker, so that only its own loss gives it up."""
 
 _REMOTE_ROWS = 1000
 """Rows of a dataset on the hub that are searched for a unit of the run."""
 
 _STEP = 256
-"""Units looked up in one go: well under a millisecond of the loop."""
+"""Units that are looked up together."""
 
 
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 30.0
-"""A failed unit waits before its next attempt: from the first value, doubling, to the second."""
+"""Backoff before the next attempt at a unit: starts at the first value and doubles to the
+second."""
 
 
 class OccurrenceCounter:
-    """Counts equal digests; 16 bytes of each are kept, so that a million rows take about 100 MB.
-
-    Only digests that come again get an entry in a dictionary.
-    """
+    """Counts equal digests. It keeps 16 bytes of each: a million rows take about 100 MB. Only
+    repeated digests get a dictionary entry."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
@@ -82,19 +81,19 @@ class Unit:
     unit_id: str
     row: TaskRow
     occurrence: int
-    """Of the row among identical rows."""
+    """Position of the row among identical rows."""
     repeat: int
 
 
-Done = Callable[[bytes], bool]
+IsDone = Callable[[bytes], bool]
 """Whether the unit of a `unit_key` is done. Called on the reader's thread."""
 
 
 class UnitReader:
-    """Reads a dataset's units lazily. Blocking and for one thread at a time.
+    """Reads the units of a dataset lazily. Blocking; for one thread at a time.
 
-    The task of a row whose units are all done is never made. Memory: one short digest per row that
-    was read, and a number for one with repeats of its own.
+    Rows whose units are all done are not parsed. Memory: one short digest per row, and a number for
+    a row with its own repeats.
     """
 
     def __init__(
@@ -102,8 +101,8 @@ class UnitReader:
     ) -> None:
         self.rows = 0
         self.bad_rows = 0
-        self.passed = 0
-        """Units that went by because they and all repeats of their row are done."""
+        self.skipped = 0
+        """Units of rows that were skipped because all repeats are done."""
         self.ended = False
         self._name = name
         self.config_hash = config_hash
@@ -111,12 +110,12 @@ class UnitReader:
         self._seen = OccurrenceCounter()
         self._rows = iter(rows)
         self._members_of_row: dict[int, int] = {}
-        """Units of rows that have another number of them than the dataset's."""
+        """Row index -> repeats, where they differ from those of the dataset."""
         self._units: Iterator[Unit] = iter(())
-        """What is left of the row that was read last."""
+        """The remaining units of the last row."""
 
     def prime(self) -> None:
-        """Read the first row, so that a dataset that cannot be read shows before anything starts.
+        """Read the first row, so that unreadable datasets are reported before anything starts.
 
         Raises: UserError for no such dataset, an unknown kind, no rows, or no `prompt`.
         """
@@ -126,19 +125,19 @@ class UnitReader:
         self._rows = itertools.chain((first,), self._rows)
         _refuse_unmapped(first.parse())
 
-    def take(self, wanted: int, seconds: float = 0.25, done: Done | None = None) -> list[Unit]:
-        """The next units: at most `wanted`, fewer or none when that takes too long.
+    def take(self, wanted: int, seconds: float = 0.25, done: IsDone | None = None) -> list[Unit]:
+        """Return the next units: at most `wanted`, fewer or none after `seconds`.
 
         Args:
-            done: rows of which all units are so are passed over, and counted in `passed`.
+            done: rows with all units done are skipped and counted in `skipped`.
 
         Raises: UserError when the dataset cannot be read.
         """
         deadline = time.monotonic() + seconds
         taken = list(itertools.islice(self._units, wanted))
         for row in itertools.islice(self._rows, None if len(taken) < wanted else 0):
-            if passed := self._read(row, done):
-                self.passed += passed
+            if skipped := self._read(row, done):
+                self.skipped += skipped
             else:
                 taken += itertools.islice(self._units, wanted - len(taken))
                 if len(taken) >= wanted:
@@ -149,12 +148,12 @@ class UnitReader:
         return taken
 
     def members_of(self, row_index: int) -> int | None:
-        """How many units a row has; None for one that was not read."""
+        """The number of units of a row; None for a row that was not read."""
         read = row_index < self.rows
         return self._members_of_row.get(row_index, self._repeats) if read else None
 
-    def _read(self, row: LazyRow, done: Done | None) -> int:
-        """Take up a row: its units are next, unless they are done; then returns how many."""
+    def _read(self, row: LazyRow, done: IsDone | None) -> int:
+        """Prepare the units of a row. Returns their number when the row is skipped, else 0."""
         self.rows += 1
         task_hash = row.task_hash
         occurrence = self._seen.next(task_hash)
@@ -166,7 +165,7 @@ class UnitReader:
             else:
                 return members
         parsed = row.parse()
-        if parsed.task_hash != task_hash:  # nested too deep for the long way
+        if parsed.task_hash != task_hash:  # nested too deeply: parsing gives another hash
             occurrence = self._seen.next(parsed.task_hash)
         if row.index == 0:
             _refuse_unmapped(parsed)
@@ -198,7 +197,7 @@ def _refuse_unmapped(first: TaskRow) -> None:
 
 @dataclass
 class Counts:
-    """Units of the dataset as far as it was read, as they stood when they went by."""
+    """Units of the dataset so far, with their state when they were read."""
 
     rows: int = 0
     bad_rows: int = 0
@@ -223,7 +222,7 @@ PILOT_LEAST = 5
 
 @dataclass(frozen=True)
 class Pilot:
-    """Which of the open units a pilot runs: one in `every`, until there are enough."""
+    """The open units that a pilot runs: one in `every`, until there are enough."""
 
     every: int
     units: int
@@ -234,28 +233,28 @@ class Pilot:
 
         Args:
             units: of the dataset.
-            ended: done or given up before: they are known already, and count.
+            ended: units that are done or given up already; they count.
         """
         wanted = min(units, max(PILOT_LEAST, math.ceil(PILOT_SHARE * units)))
         missing = max(0, wanted - ended)
         return cls(every=max(1, (units - ended) // missing) if missing else 1, units=missing)
 
     def picks(self, place: int) -> bool:
-        """Whether the open unit at this place is run: a random one of each `every` in a row,
-        because a dataset may be periodic."""
+        """Whether the open unit at this position is run: a random one of every `every`, since a
+        dataset may be periodic."""
         block, within = divmod(place, self.every)
         drawn = hashlib.sha256(f"pilot,{block}".encode()).digest()
         return within == int.from_bytes(drawn[:8]) % self.every
 
 
 class Plan:
-    """The open units as work items, read lazily, in a thread that also passes over what is done.
+    """The open units as work items, read lazily in a thread.
 
     Args:
         reader: the dataset's units.
-        ledger: what is known of units; only read here.
+        ledger: the state of units; only read here.
         seed: the configuration's; a unit's own derives from it.
-        pilot: holds back all units but its own.
+        pilot: limits the plan to its units.
     """
 
     def __init__(
@@ -273,19 +272,20 @@ class Plan:
         self._ledger = ledger
         self._epoch = epoch
         self._seed = seed
-        self._passed = 0
+        self._skipped = 0
         self._open = self._picked = 0
 
     async def take(self) -> list[WorkItem]:
-        """Some next open units; maybe none, until `counts.complete`. Raises: UserError."""
+        """Return some of the next open units, or none, until `counts.complete`. Raises:
+        UserError."""
         reader = self._reader
         units = await asyncio.to_thread(reader.take, _STEP, done=self._ledger.is_done)
         items = [item for unit in units if (item := self._item(unit)) is not None]
-        passed = reader.passed - self._passed
-        self._passed = reader.passed
-        self.counts.units += passed
-        self.counts.known += passed
-        self.counts.done += passed
+        skipped = reader.skipped - self._skipped
+        self._skipped = reader.skipped
+        self.counts.units += skipped
+        self.counts.known += skipped
+        self.counts.done += skipped
         self.counts.rows = reader.rows
         self.counts.bad_rows = reader.bad_rows
         self.counts.complete = reader.ended
@@ -329,7 +329,7 @@ class Plan:
             seed=unit_seed(self._seed, unit.unit_id),
             enqueued_at=time.time(),
             bad_row=f"{row.place}: {row.error}" if row.task is None else None,
-            alone=self._ledger.lost_workers(unit.unit_id) >= ALONE_AFTER,
+            isolated=self._ledger.lost_workers(unit.unit_id) >= ISOLATED_AFTER,
             fatal_commands=self._ledger.fatal_commands(unit.unit_id),
         )
 
@@ -351,8 +351,8 @@ def _dataset_reader(settings: Settings, limit: int | None) -> UnitReader:
     return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path)
 
 
-def with_kept_rows(config: RunConfig, run_dir: RunDir) -> RunConfig:
-    """Keep rows that a program passed in the run directory, where a resume finds them. Blocking.
+def store_rows(config: RunConfig, run_dir: RunDir) -> RunConfig:
+    """Store rows that a program passed in the run directory, for a resume. Blocking.
 
     Returns the configuration with the path of that copy.
     Raises: DiskFull; UserError for rows that contain a secret of this process.
@@ -374,7 +374,7 @@ def with_kept_rows(config: RunConfig, run_dir: RunDir) -> RunConfig:
 
 
 def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) -> None:
-    """A run goes on with a dataset that grew or changed, but not with another one. Blocking.
+    """Refuse to resume a run with another dataset; a changed one is accepted. Blocking.
 
     Raises: UserError when the run knows units, and none of them is in the dataset.
     """
@@ -382,7 +382,7 @@ def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) ->
     before = known.get("path") if isinstance(known, dict) else None
     local = Path(dataset.path).expanduser().exists()
     if settings.opened is not None or not len(ledger) or (dataset.path == before and not local):
-        return  # an environment has its own tasks; the hub is not asked twice for one dataset
+        return  # an environment has its own tasks, and a dataset on the hub cannot have changed
     limit = None if local else _REMOTE_ROWS  # with a lower --limit it is still the same dataset
     if not _shares_units(_dataset_reader(settings, limit), ledger):
         made_from = "other rows of it" if dataset.path == before else before or "another dataset"
@@ -393,26 +393,26 @@ def refuse_other_dataset(settings: Settings, run_dir: RunDir, ledger: Ledger) ->
 
 
 def _shares_units(reader: UnitReader, ledger: Ledger) -> bool:
-    """Whether the run knows any unit of a dataset, which is read up to the first such unit."""
+    """Whether the run has any unit of a dataset. Reads up to the first such unit."""
     while not reader.ended:
         units = reader.take(_STEP, done=ledger.is_done)
-        if reader.passed or any(ledger.next_attempt(unit.unit_id) for unit in units):
+        if reader.skipped or any(ledger.next_attempt(unit.unit_id) for unit in units):
             return True
     return False
 
 
 class RunSource:
-    """Hands out the plan's attempts and the retries; takes receipts back.
+    """Hands out attempts of the plan and retries, and receives receipts.
 
     Args:
-        window: waiting retries, and units that wait for their images, beyond this hold the plan
-            back, so that memory stays bounded.
+        window: no more units are read while this many retries and units with unbuilt images wait,
+            which bounds memory.
     """
 
     def __init__(self, plan: Plan, driver: Driver, sink: Sink, *, window: int = 1024) -> None:
         self.stop: Stop | None = None
         self.images: Images | None = None
-        """Which units wait for their images; None where none has to."""
+        """Units that wait for their images; None when no image has to be built."""
         self.in_flight: dict[str, WorkItem] = {}
         """By unit id."""
         self._plan = plan
@@ -424,11 +424,11 @@ class RunSource:
         self._order = itertools.count()
         self._changed = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._left: str | None = None
-        """Why units were left to the next start."""
+        self._left_open_reason: str | None = None
+        """Why units were left open for the next start."""
 
     def halt(self, stop: Stop) -> None:
-        """Hand out nothing more. The first reason stands."""
+        """Hand out nothing more. The first reason is kept."""
         self.stop = self.stop or stop
         self._stopped.set()
         self._changed.set()
@@ -438,14 +438,14 @@ class RunSource:
         await self._stopped.wait()
 
     async def has_work(self) -> bool:
-        """Whether there is an attempt to make; where there is none, no worker is started."""
+        """Whether there is an attempt to make; otherwise no worker is started."""
         while not self._buffer and not self._plan.counts.complete and self.stop is None:
             await self._read()
         return bool(self._buffer)
 
     async def fewer_than(self, units: int, seconds: float) -> bool:
-        """Whether fewer attempts are to be made. Reads no further than that takes, and not longer
-        than `seconds`: then it is False."""
+        """Whether fewer attempts than `units` are to be made; False when reading takes longer than
+        `seconds`."""
         until = time.monotonic() + seconds
         while len(self._buffer) < units and not self._plan.counts.complete and self.stop is None:
             if time.monotonic() > until:
@@ -454,7 +454,7 @@ class RunSource:
         return len(self._buffer) < units
 
     async def next(self) -> WorkItem | None:
-        """The next attempt; waits while some may still come; None when done or stopped."""
+        """Return the next attempt; None when the run is done or stopped. Waits for retries."""
         while self.stop is None:
             item = self._due_retry() or self._take()
             if item is not None:
@@ -465,36 +465,36 @@ class RunSource:
                 await self._read()
             elif self._retries or self.in_flight or waiting:
                 await self._wait()
-            elif self._left is not None:
-                self.halt(Stop("worker_lost", self._left))
+            elif self._left_open_reason is not None:
+                self.halt(Stop("worker_lost", self._left_open_reason))
             else:
                 return None
         return None
 
     async def receive(self, receipt: Receipt) -> None:
-        """Take a receipt: the unit is done, given up, tried again, or stops the run."""
+        """Apply a receipt: the unit is done, given up or retried, or the run stops."""
         item = self.in_flight.pop(receipt.unit_id, None)
         disposition = self._driver.receive(receipt)
         self._sink.receive(receipt, disposition)
         consequence = CAUSES[receipt.cause] if receipt.cause else None
         if consequence is not None and consequence.breaker:
             self.halt(Stop(receipt.cause or "", receipt.error or receipt.cause or ""))
-        elif item is not None and disposition == "open" and _again(receipt.cause):
+        elif item is not None and disposition == "open" and _is_retried(receipt.cause):
             self._retry(item, receipt.cause or "")
         self._changed.set()
 
     async def _read(self) -> None:
-        """Read on in the dataset. When it cannot be read, the run stops: what runs ends first."""
+        """Read further units. When that fails the run stops after its running rollouts."""
         try:
             self._buffer.extend(await self._plan.take())
         except UserError as error:
             self.halt(Stop("dataset", str(error)))
 
-    async def leave(self, unit_id: str, reason: str) -> None:
-        """An attempt was sent or waits, and will have no receipt in this run: its unit is left to
-        the next start, and the run stops once there is no other work."""
+    async def leave_open(self, unit_id: str, reason: str) -> None:
+        """Leave a unit to the next start, because its attempt cannot get a receipt in this one. The
+        run stops when there is no other work."""
         self.in_flight.pop(unit_id, None)
-        self._left = self._left or reason
+        self._left_open_reason = self._left_open_reason or reason
         self._changed.set()
 
     def _retry(self, item: WorkItem, cause: str) -> None:
@@ -504,7 +504,7 @@ class RunSource:
         again = msgspec.structs.replace(
             item,
             attempt=ledger.next_attempt(unit),
-            alone=ledger.lost_workers(unit) >= ALONE_AFTER,
+            isolated=ledger.lost_workers(unit) >= ISOLATED_AFTER,
             fatal_commands=ledger.fatal_commands(unit),
             enqueued_at=time.time() + wait,
         )
@@ -512,12 +512,12 @@ class RunSource:
         heapq.heappush(self._retries, (due, next(self._order), again))
 
     def release(self, items: Sequence[WorkItem]) -> None:
-        """Hand out units whose image was built, or could not be, before others."""
+        """Hand out units whose image build ended before others."""
         self._buffer.extendleft(reversed(items))
         self._changed.set()
 
     def _take(self) -> WorkItem | None:
-        """The next unit of the plan that need not wait."""
+        """The next unit that does not wait for an image."""
         while self._buffer:
             item = self._buffer.popleft()
             if self.images is None or not self.images.hold(item, self.release):
@@ -530,7 +530,7 @@ class RunSource:
         return None
 
     async def _wait(self) -> None:
-        """Until something changes or the next retry is due."""
+        """Wait until something changes or the next retry is due."""
         self._changed.clear()
         due = self._retries[0][0] - time.monotonic() if self._retries else None
         try:
@@ -540,8 +540,8 @@ class RunSource:
             pass
 
 
-def _again(cause: str | None) -> bool:
-    """Whether this run tries the unit again: what the operator ended waits for the next start."""
+def _is_retried(cause: str | None) -> bool:
+    """Whether this start retries the unit; failures of the operator wait for the next start."""
     return cause is not None and CAUSES[cause].retry and CAUSES[cause].owner != "operator"
 
 
@@ -563,13 +563,13 @@ def estimate_units(dataset: DatasetSection) -> int | None:
     path = Path(dataset.path).expanduser()
     if dataset.path in BUNDLED and not path.exists():
         path = bundled_path(dataset.path)
-    rows = _rows(path) if path.is_file() else None
+    rows = _count_rows(path) if path.is_file() else None
     if rows is None:
         return None
     return min(rows, dataset.limit or rows) * dataset.repeats
 
 
-def _rows(path: Path) -> int | None:
+def _count_rows(path: Path) -> int | None:
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         with path.open("rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))

@@ -25,9 +25,9 @@ from batch_runner.worker import (
     Reply,
     Worker,
     WorkerSpec,
-    carry_reports,
+    exchange_reports,
     open_worker,
-    raise_failure,
+    raise_exchange_error,
 )
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.models.rate import Coordinator, Grant, Report, decode_grant, decode_report, encode
@@ -37,28 +37,27 @@ from hermes_rl.sandboxes import processes
 _log = logging.getLogger(__name__)
 
 STARTS = 2
-"""How often a Ray of this machine is started before that is an error."""
+"""Attempts at starting Ray on this machine."""
 
 NAMESPACE = "hermes_rl"
-"""Of our actors in a Ray cluster."""
+"""Namespace of the actors in a Ray cluster."""
 
 START_S = 120.0
-"""A cluster that has not started a worker after this time has no resources for it."""
+"""Time after which a cluster is assumed to have no resources for a worker."""
 
 GATHER_S = 0.01
-"""Receipts that come within this time of the first travel together."""
+"""Receipts that arrive within this time of the first are sent together."""
 
 OBJECT_STORE_BYTES = 100 * 2**20
-"""Receipts are small and items too: nothing of ours needs Ray's object store."""
+"""Receipts and items are small: Ray's object store is not needed."""
 
 WORKER_BYTES = 250 * 2**20
 ROLLOUT_BYTES = 3 * 2**20
 """Memory that an actor declares: its own, and for each rollout in flight."""
 
 KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""By default an actor that Ray ends kills its child processes first. For a moment it then sees its
-sandboxes and verifiers die, and would record that as their end. The watchdog of the sandboxes ends
-them once the actor is gone."""
+"""By default Ray kills the child processes of an actor first. The actor would record that as the
+death of its sandboxes and verifiers. Their own watchdog ends them after the actor."""
 
 _HEAD = "node:__internal_head__"
 
@@ -70,13 +69,13 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 def open_pool(
     settings: Settings, spec: WorkerSpec, coordinator: Coordinator
 ) -> Iterator[StartWorker]:
-    """Open what starts a run's workers: this process, or a Ray cluster.
+    """Open the starter of workers: in this process, or on a Ray cluster.
 
     Args:
-        spec: of every worker, but for its number and its capacity.
+        spec: of every worker, without number and capacity.
     """
     if settings.workers:
-        with connected(settings.workers) as watchdog:
+        with connect_ray(settings.workers) as watchdog:
             pool = RayPool(spec, settings.workers, coordinator, watchdog, settings.keys)
             yield pool.start
         return
@@ -98,9 +97,9 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerActor:
-    """A worker as a Ray actor. Never restarted and never retried by Ray: the driver recovers what a
-    dead actor left. It ends by itself when it does not hear its driver for the lease, and publishes
-    nothing then."""
+    """A worker as a Ray actor. Ray neither restarts nor retries it: the driver recovers the journal
+    of a dead actor. Without a message from its driver for the lease it ends and publishes
+    nothing."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
@@ -112,7 +111,7 @@ class WorkerActor:
         try:
             decoded = msgspec.msgpack.decode(spec, type=WorkerSpec)
             self._worker = await open_worker(decoded, keys=keys)
-            self._watch = asyncio.create_task(self._outlive_driver())
+            self._watch = asyncio.create_task(self._end_after_lost_lease())
         except HermesError as error:
             fault = str(error)
         return encode(Started(pid=os.getpid(), host=socket.gethostname(), fault=fault))
@@ -122,7 +121,7 @@ class WorkerActor:
         await self._opened().send(decode_item(item))
 
     async def poll(self, wait_s: float) -> bytes:
-        """Return receipts since the last poll; waits a while for some. Also the heartbeat."""
+        """Return receipts since the last poll, after a short wait. Also the heartbeat."""
         return encode(await self._opened().poll(wait_s, GATHER_S))
 
     async def share(self, grant: bytes) -> bytes:
@@ -132,7 +131,7 @@ class WorkerActor:
         return encode(await share.next_report())
 
     async def close(self) -> bytes:
-        """Publish what is finished and let the journal go."""
+        """Publish finished attempts and close the journal."""
         if self._watch is not None:
             self._watch.cancel()  # publishing may take longer than a lease
         return encode(await self._opened().close())
@@ -141,10 +140,10 @@ class WorkerActor:
         assert self._worker is not None
         return self._worker
 
-    async def _outlive_driver(self) -> None:
-        await self._opened().outlive_driver()
+    async def _end_after_lost_lease(self) -> None:
+        await self._opened().wait_for_lost_lease()
         await self._opened().kill()
-        # Nobody listens any more, and Ray would keep the process for a driver that may be gone.
+        # Ray would keep the process for a driver that may have ended.
         os._exit(1)
 
 
@@ -156,7 +155,7 @@ class RayWorker:
     writer: str
     lease_s: float
     sharing: asyncio.Task[None] | None = None
-    """Carries its reports to the coordinator, and grants back."""
+    """Exchanges its reports for grants of the coordinator."""
 
     async def send(self, item: WorkItem) -> None:
         """Send it an attempt. When the actor is dead, the next poll raises."""
@@ -166,15 +165,15 @@ class RayWorker:
         """Return what happened since the last poll. Raises: WorkerLost."""
         from ray.exceptions import RayError
 
-        raise_failure(self.sharing)
+        raise_exchange_error(self.sharing)
         try:
             async with asyncio.timeout(self.lease_s):
                 return decode_reply(await self.actor.poll.remote(self.lease_s / 6))
         except (TimeoutError, RayError) as error:
-            # A report after its loss would give it slots that nobody returns.
+            # A report after its loss would give it slots that are never returned.
             self._stop_sharing()
             silent = isinstance(error, TimeoutError)
-            why = f"not heard for {self.lease_s:g} s" if silent else _line(error)
+            why = f"not heard for {self.lease_s:g} s" if silent else _first_line(error)
             raise WorkerLost(why) from None
 
     def share(self, coordinator: Coordinator) -> None:
@@ -186,8 +185,8 @@ class RayWorker:
 
         async def carry() -> None:
             try:
-                await carry_reports(exchange, coordinator)
-            except RayError:  # the next poll meets it too
+                await exchange_reports(exchange, coordinator)
+            except RayError:  # the next poll raises it, too
                 pass
 
         self.sharing = asyncio.create_task(carry())
@@ -197,7 +196,7 @@ class RayWorker:
             self.sharing.cancel()
 
     async def close(self) -> Reply:
-        """Publish and end, however long that takes, as long as the worker is heard meanwhile.
+        """Publish and end. It may take long, as long as the worker answers polls.
 
         Raises: WorkerLost.
         """
@@ -210,7 +209,7 @@ class RayWorker:
                 await self.poll()
             reply = decode_reply(closing.result())
         except RayError as error:
-            raise WorkerLost(_line(error)) from None
+            raise WorkerLost(_first_line(error)) from None
         finally:
             closing.cancel()
         await self.kill()
@@ -233,7 +232,7 @@ class RayPool:
     coordinator: Coordinator
     """Of the run's rates and budgets."""
     watchdog: Watchdog | None
-    """Ends the processes of this machine's own cluster when the driver is killed."""
+    """Ends the processes of a local cluster when the driver is killed."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable: workers of a cluster do not have this process's environment."""
 
@@ -262,10 +261,12 @@ class RayPool:
         except TimeoutError:
             raise UserError(
                 f"Ray did not start worker {spec.worker} within {START_S:g} s: the cluster has no "
-                "room. Give it a node, or use --workers 0"
+                "memory. Add a node, or use --workers 0"
             ) from None
         except RayError as error:
-            raise UserError(f"worker {spec.worker} could not be started: {_line(error)}") from None
+            raise UserError(
+                f"worker {spec.worker} could not be started: {_first_line(error)}"
+            ) from None
 
     def _actor(self, worker: int, capacity: int) -> Any:
         import ray
@@ -279,7 +280,7 @@ class RayPool:
             "max_task_retries": 0,
             "scheduling_strategy": _strategy(worker),
         }
-        if self.watchdog is None:  # a Ray that we did not start, so not with this setting
+        if self.watchdog is None:  # an existing Ray, without this setting
             options["runtime_env"] = {"env_vars": KEEP_CHILDREN}
         return ray.remote(WorkerActor).options(**options).remote()
 
@@ -306,14 +307,15 @@ def _strategy(worker: int) -> Any:
     return NodeAffinitySchedulingStrategy(nodes[worker % len(nodes)], soft=False)
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
 
 @contextmanager
-def connected(workers: int) -> Iterator[Watchdog | None]:
-    """Ray, for as long as this is entered. One that was there before is used and left as it is.
+def connect_ray(workers: int) -> Iterator[Watchdog | None]:
+    """Connect to Ray, or start it, for the duration of this context. An existing Ray is left as it
+    is.
 
     Blocking for some seconds; entered on the main thread where there is a choice.
     Raises: UserError when Ray cannot be reached or started.
@@ -329,7 +331,7 @@ def connected(workers: int) -> Iterator[Watchdog | None]:
         if address := os.environ.get("RAY_ADDRESS"):
             try:
                 ray.init(**quiet)
-            except Exception as error:  # Ray raises bare ones too
+            except Exception as error:  # Ray raises bare exceptions, too
                 fix = "Correct it, or unset it for a Ray of this machine"
                 raise _refusal(f"reach RAY_ADDRESS {address}", error, fix) from None
         else:
@@ -344,19 +346,19 @@ def connected(workers: int) -> Iterator[Watchdog | None]:
 def _start(workers: int, quiet: dict[str, Any]) -> Watchdog:
     """Start a Ray of this machine. Raises: UserError.
 
-    On a busy machine it may miss Ray's own limits (30 s for its raylet): it gets a second chance.
-    """
+    On a busy machine a start may exceed Ray's own limits (30 s for its raylet); it is repeated
+    once."""
     for _ in range(STARTS):
         try:
             return _start_once(workers, quiet)
-        except Exception as error:  # Ray raises bare ones too: a node that is too slow to start
-            _log.info("Ray did not start (%s)", _line(error))
+        except Exception as error:  # Ray raises bare exceptions, too
+            _log.info("Ray did not start (%s)", _first_line(error))
             failure = error
     raise _refusal("start Ray", failure, "Use --workers 0") from None
 
 
 def _start_once(workers: int, quiet: dict[str, Any]) -> Watchdog:
-    """Raises: whatever Ray does; nothing of it is left running then."""
+    """Start Ray once. Raises: the error of Ray, after ending all its processes."""
     import ray
 
     watchdog = Watchdog()
@@ -386,7 +388,7 @@ def _start_once(workers: int, quiet: dict[str, Any]) -> Watchdog:
 
 
 def _refusal(what: str, error: Exception, fix: str) -> UserError:
-    return UserError(f"cannot {what}: {_line(error).rstrip('.')}. {fix}")
+    return UserError(f"cannot {what}: {_first_line(error).rstrip('.')}. {fix}")
 
 
 _WATCHDOG = """
@@ -402,8 +404,7 @@ done
 
 
 class Watchdog:
-    """Ends processes that a killed driver would leave behind: Ray's own agents stay for about a
-    minute. Linux; elsewhere it does nothing.
+    """Ends processes that a killed driver leaves: Ray's agents stay for about a minute. Linux only.
 
     It is a small shell that reads process ids from a pipe; when the pipe closes, because the driver
     ended or died, it kills those that still run. Start times protect recycled ids.
@@ -426,13 +427,13 @@ class Watchdog:
             self._process.stdin.flush()
 
     def watch_children(self) -> None:
-        """End all processes that this one started since the watchdog was made, theirs included."""
+        """End all descendants of this process that started after the watchdog."""
         for found in processes.descendants(os.getpid()):
             if found not in self._before and found.pid != self._process.pid:
                 self.watch(found.pid)
 
     def close(self) -> None:
-        """End what still runs, and the watchdog."""
+        """End the watched processes and the watchdog."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(timeout=10)

@@ -1,5 +1,5 @@
-"""The progress of a run: what its receipts add up to, which endpoints do not answer, and one live
-line, plain lines, JSON events or nothing that show it."""
+"""The progress of a run: totals of its receipts, endpoints that do not answer, and its display as a
+live line, plain lines, JSON events or nothing."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ LIVE_EVERY_S = 0.5
 PLAIN_EVERY_S = 10.0
 JSON_EVERY_S = 2.0
 
-LOOK_S = 0.5
+CHECK_EVERY_S = 0.5
 _VERBS = ("answers ", "does not answer")
 FAILING_S = 2.0
-"""So long without an answer after a failure is trouble."""
+"""Time without an answer after a failure until it is reported."""
 QUIET_S = 3.0
-"""So long without anything from an endpoint that never answered."""
+"""Time without any response of an endpoint that never answered until it is reported."""
 STALLED_S = 60.0
-"""So long without anything from an endpoint that has answered, or from the embedded model, whose
-first answer can take a minute on a slow CPU."""
+"""The same for an endpoint that has answered, and for the embedded model, whose first answer can
+take a minute on a slow CPU."""
 REWRITE_S = 5.0
-"""The file that other terminals read is written again at most so often."""
+"""Minimum interval between writes of the file that `status` reads."""
 
 _NOTHING = UsageTotal(input_tokens=0, output_tokens=0, total_tokens=0)
 
 
 @dataclass
 class Tally:
-    """What this start of the run has seen so far."""
+    """Totals of this start of the run."""
 
     attempts: int = 0
     done: int = 0
@@ -61,7 +61,7 @@ class Tally:
     """Attempts that failed, retried or not."""
     given_up: int = 0
     given_up_error: str | None = None
-    """Why the last unit was given up."""
+    """The error of the last unit that was given up."""
     usage: UsageTotal = _NOTHING
     cost_usd: float | None = None
     unpriced_calls: int = 0
@@ -79,10 +79,10 @@ class Rates:
 
 
 class Sink:
-    """Where receipts end: the counters of a run's progress, of constant size.
+    """Adds up receipts; its size is constant.
 
     Args:
-        progress: shows each attempt's end.
+        progress: shows the end of each attempt.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -138,11 +138,11 @@ class Sink:
 
 @dataclass(frozen=True)
 class Trouble:
-    """One endpoint that does not answer."""
+    """An endpoint that does not answer."""
 
     endpoint: str
     """Host and port."""
-    said: str
+    message: str
     """`answers 500 'injected'`; empty for silence."""
     waiting: int
     """Calls without an answer."""
@@ -152,7 +152,7 @@ class Trouble:
     @property
     def line(self) -> str:
         """`127.0.0.1:8105 answers 500 'injected'; 20 calls waiting; gives up in 29 min`."""
-        text = self.said or "does not answer"
+        text = self.message or "does not answer"
         if self.endpoint not in text:
             text = f"{self.endpoint}{'' if text.startswith(_VERBS) else ':'} {text}"
         calls = "call" if self.waiting == 1 else "calls"
@@ -164,10 +164,10 @@ class Trouble:
 
 
 def troubles(summary: Summary, where: EndpointSection, now: float) -> tuple[Trouble, ...]:
-    """The endpoints in trouble.
+    """Find the endpoints that do not answer.
 
     Args:
-        where: says how long calls go on.
+        where: how long calls are retried.
         now: Unix time.
     """
     return tuple(found for lane in summary.lanes if (found := _trouble(lane, where, now)))
@@ -188,18 +188,18 @@ def _trouble(lane: LaneSummary, where: EndpointSection, now: float) -> Trouble |
         patience_s = where.first_answer_seconds
     return Trouble(
         endpoint=lane.endpoint,
-        said=calls.message,
+        message=calls.message,
         waiting=calls.waiting,
         gives_up_at=None if patience_s is None else now - calls.since_s + patience_s,
     )
 
 
-class Watch:
-    """Looks at a run's lanes for trouble.
+class TroubleMonitor:
+    """Monitors endpoints for calls without answers.
 
     Args:
-        changed: called when trouble begins, ends or becomes another.
-        store: keeps the present trouble where other terminals find it.
+        changed: called when trouble starts, ends or changes.
+        store: stores the current trouble for `status`.
     """
 
     def __init__(
@@ -210,35 +210,35 @@ class Watch:
     ) -> None:
         self.troubles: tuple[Trouble, ...] = ()
         self.answered = False
-        """Somebody was answered in this start."""
+        """Whether any call was answered in this start."""
         self._where, self._changed, self._store = where, changed, store
         self._stored_at = 0.0
 
     async def run(self, coordinator: Coordinator) -> None:
-        """Until it is cancelled; then nothing waits any more."""
+        """Monitor until cancelled, then clear the trouble."""
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
-                await self.look(coordinator)
+                await asyncio.sleep(CHECK_EVERY_S)
+                await self.update(coordinator)
         finally:
             self.troubles = ()
 
-    async def look(self, coordinator: Coordinator) -> None:
-        """Take in how things are now."""
+    async def update(self, coordinator: Coordinator) -> None:
+        """Update the trouble, and report and store changes."""
         summary = coordinator.summary()
         self.answered = self.answered or any(lane.clean for lane in summary.lanes)
         before = self.troubles
         self.troubles = troubles(summary, self._where, time.time())
-        news = _keys(before) != _keys(self.troubles)
-        if news:
+        changed = _trouble_keys(before) != _trouble_keys(self.troubles)
+        if changed:
             self._changed()
-        if news or (self.troubles and time.monotonic() - self._stored_at > REWRITE_S):
+        if changed or (self.troubles and time.monotonic() - self._stored_at > REWRITE_S):
             self._stored_at = time.monotonic()
             await self._store(self.troubles)
 
 
-def _keys(found: tuple[Trouble, ...]) -> list[tuple[str, str]]:
-    return [(trouble.endpoint, trouble.said) for trouble in found]
+def _trouble_keys(found: tuple[Trouble, ...]) -> list[tuple[str, str]]:
+    return [(trouble.endpoint, trouble.message) for trouble in found]
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,9 @@ class View:
     """The state of a run at one moment."""
 
     units: int
-    """Of the dataset; an estimate until it was read to its end."""
+    """Of the dataset; an estimate until it was read completely."""
     complete: bool
-    """The dataset was read to its end."""
+    """The dataset was read completely."""
     ended: int
     """Done or given up, earlier starts included."""
     solved: int
@@ -260,16 +260,16 @@ class View:
     graded: int = 0
     """Graded units of earlier starts."""
     trouble: tuple[str, ...] = ()
-    """What calls wait for, one line for each endpoint that does not answer."""
+    """One line for each endpoint that does not answer."""
     images: ImageCounts | None = None
-    """What units wait for; None for a run that builds no image."""
+    """Image builds that units wait for; None for a run without builds."""
 
     def lines(self) -> list[str]:
-        """The line, and what is wrong below it."""
-        return [self.line(), *self.waits()]
+        """The progress line, and lines for image builds and unanswered calls below it."""
+        return [self.line(), *self.waiting_lines()]
 
-    def waits(self) -> list[str]:
-        """What units and calls wait for."""
+    def waiting_lines(self) -> list[str]:
+        """Lines for image builds and unanswered calls."""
         images = self.images.line if self.images is not None else ""
         return [*([images] if images else []), *self.trouble]
 
@@ -327,7 +327,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Shows the progress of a run. This one shows nothing; the others replace some methods."""
+    """Shows the progress of a run. The base class shows nothing."""
 
     every_s = 3600.0
     """How often `tick` wants to be called, in seconds."""
@@ -336,10 +336,10 @@ class Progress:
         """Show one line to people."""
 
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
-        """Take the end of an attempt."""
+        """Show the end of an attempt."""
 
     def tick(self, view: View) -> None:
-        """Show the state now."""
+        """Show the current state."""
 
     def close(self, view: View) -> None:
         """Show the last state."""
@@ -350,7 +350,7 @@ Silent = Progress
 
 
 class PlainLines(Progress):
-    """A line now and then, for logs and notebooks: at most every ten seconds, and at the end."""
+    """Plain lines for logs and notebooks: at most one every ten seconds, and one at the end."""
 
     every_s = PLAIN_EVERY_S
 
@@ -369,7 +369,7 @@ class PlainLines(Progress):
 
 
 def wrapped(line: str, width: int) -> str:
-    """A progress line on as many lines as a narrow terminal needs, cut between its parts."""
+    """Wrap a progress line between its parts for a narrow terminal."""
     lines: list[str] = []
     for part in line.split(" | "):
         if lines and len(lines[-1]) + len(part) + 3 <= width:
@@ -380,7 +380,7 @@ def wrapped(line: str, width: int) -> str:
 
 
 class LiveLine(Progress):
-    """One line on a terminal that is written anew."""
+    """One line on a terminal that is updated in place."""
 
     every_s = LIVE_EVERY_S
 
@@ -389,7 +389,7 @@ class LiveLine(Progress):
         from rich.live import Live
 
         self._console = Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
+        self._run_worker = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
         self._started = False
 
     def note(self, text: str) -> None:
@@ -400,15 +400,15 @@ class LiveLine(Progress):
 
         if not self._started:
             self._started = True
-            self._live.start()
+            self._run_worker.start()
         width = self._console.width
-        lines = [wrapped(view.line(), width), *(fill(text, width) for text in view.waits())]
+        lines = [wrapped(view.line(), width), *(fill(text, width) for text in view.waiting_lines())]
         text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-        self._live.update(text, refresh=True)
+        self._run_worker.update(text, refresh=True)
 
     def close(self, view: View) -> None:
         self.tick(view)
-        self._live.stop()
+        self._run_worker.stop()
 
 
 class JsonEvents(Progress):
@@ -429,7 +429,7 @@ class JsonEvents(Progress):
         self.event("progress", **view.as_dict())
 
     def report(self, report: Report) -> None:
-        """The end."""
+        """Print the report."""
         self.event("report", **report.as_dict())
 
     def event(self, name: str, **values: Any) -> None:

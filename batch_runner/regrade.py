@@ -1,9 +1,9 @@
-"""Grades stored rollouts again, without a new call of the policy's.
+"""Grades stored rollouts again, without a new call of the policy.
 
-The run must have kept its workspaces (`run.keep_workspaces`). What is graded by one grader (the
-environment's code and configuration, or a task's verifier) is graded once: each grade is durable
-before the next one is begun, and the same command continues where it stopped and tries again what
-could not be judged. The grades stand in a table of their own; the rows of the run never change.
+The run must have kept its workspaces (`run.keep_workspaces`). Each grader (code and configuration
+of the environment, or the verifier of a task) grades a rollout once: each grade is durable before
+the next one is started. The same command continues where it stopped and repeats failed gradings.
+Grades are in their own table; the rows of the run never change.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from batch_runner.budgets import refuse_unpriced, within_budgets
-from batch_runner.groups import at_once
+from batch_runner.budgets import open_budget_share, refuse_unpriced
+from batch_runner.groups import run_concurrently
 from batch_runner.manifest import read_manifest
 from hermes_rl.config import RunConfig, load_config, parse_config, set_key
 from hermes_rl.errors import UserError, cause_of
@@ -54,34 +54,41 @@ from hermes_rl.store import (
 from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
-_TAKEN = 64
-"""Rollouts that are read together."""
+_ROWS_AT_ONCE = 64
+"""Rollouts that are read at a time."""
 
-_LIGHT = ("trajectory_id", "row_index", "task_id", "task_hash", "task_prompt", "metadata")
-"""Columns that say whether a rollout is graded at all."""
+_SELECTION_COLUMNS = (
+    "trajectory_id",
+    "row_index",
+    "task_id",
+    "task_hash",
+    "task_prompt",
+    "metadata",
+)
+"""Columns that decide whether a rollout is graded."""
 
 CONCURRENCY = 16
 
 _SETTABLE = ("env", "endpoint", "run.budget", "run.model_", "run.unit_budget", "run.allow_unpriced")
-"""Beginnings of the keys that a regrade takes: what judges, where that is, what it may spend."""
+"""Prefixes of the keys that a regrade accepts: graders, endpoints and budgets."""
 
 
 @dataclass
-class Regraded:
-    """What a regrade did."""
+class RegradeResult:
+    """The result of a regrade."""
 
     graded: int = 0
     failed: int = 0
-    """Could not be judged: their grades say why."""
+    """Could not be graded; their grades have the error."""
     known: int = 0
-    """Graded by the same grader before."""
+    """Graded by the same grader already."""
     not_kept: int = 0
-    """Without a stored workspace, or with a state that is no JSON."""
+    """Without a stored workspace, or with a state that is not JSON."""
     other_task: int = 0
-    """Whose task is another one now, or gone: other seed, configuration or dataset."""
+    """Their task has changed or was removed: other seed, configuration or dataset."""
     edited_task: int = 0
-    """Graded though something of their task changed that the model was not told: the verifier,
-    files or setup."""
+    """Graded although parts of their task changed that the model does not see: the verifier, files
+    or setup."""
     changed: int = 0
     """Rewards that differ from those of the rollouts."""
     groups: int = 0
@@ -89,17 +96,17 @@ class Regraded:
     unscored: int = 0
     """Groups that `score_group` could not score."""
     stopped: str | None = None
-    """What kept the rest from being graded: a cause that opens the breaker (`errors.CAUSES`)."""
+    """The cause for which the regrade stopped: one that opens the breaker (`errors.CAUSES`)."""
     why: str = ""
 
     def stop(self, cause: str, why: str) -> None:
-        """Note why nothing more is begun; the first reason stands."""
+        """Record why no further grading is started. The first reason is kept."""
         if self.stopped is None:
             self.stopped, self.why = cause, why.rstrip(".")
 
     @property
     def nothing(self) -> bool:
-        """No rollout could be graded, now or before: something has to be fixed first."""
+        """No rollout could be graded, now or earlier."""
         return not (self.graded or self.failed or self.known or self.stopped)
 
     def lines(self) -> list[str]:
@@ -114,17 +121,17 @@ class Regraded:
             )
         if self.not_kept:
             lines.append(
-                f"{self.not_kept} have no stored workspace (or a ctx.state that is no plain JSON). "
+                f"{self.not_kept} have no stored workspace (or a ctx.state that is not JSON). "
                 "Make the run with --set run.keep_workspaces=true"
             )
         if self.other_task:
             lines.append(
-                f"{self.other_task} are of a task that is another one now. Regrade with the "
+                f"{self.other_task} belong to a task that has changed. Regrade with the "
                 "configuration and data that made the tasks"
             )
         if self.edited_task:
             lines.append(
-                f"{self.edited_task} are of a task whose verifier, files or setup are others now; "
+                f"{self.edited_task} belong to a task whose verifier, files or setup have changed; "
                 "its prompt is the same"
             )
         return lines
@@ -132,41 +139,43 @@ class Regraded:
 
 async def regrade_run(
     path: Path, changes: Sequence[tuple[str, Any]] = (), *, concurrency: int = CONCURRENCY
-) -> Regraded:
-    """Grade all stored rollouts of a run with the grader as it is now, within its budgets.
+) -> RegradeResult:
+    """Grade all stored rollouts of a run with the current grader, within its budgets.
 
     Args:
-        path: the run directory; nobody else may drive it.
+        path: the run directory; no driver may be running.
         changes: dotted keys with new values: `("env.config.strict", True)`, and those of budgets
             and endpoints.
         concurrency: grading at once.
 
     Raises: UserError; StoreError when the run is in use; DiskFull.
     """
-    config = await asyncio.to_thread(_settled, path, changes)
+    config = await asyncio.to_thread(_load_run_config, path, changes)
     refuse_unpriced(without_policy(config))
-    done = Regraded()
+    result = RegradeResult()
     limits: dict[str, Any] = {}
     async with await _open(RunDir(path)) as driver:
         async with (
-            within_budgets(config, driver.run_dir, concurrency, limits) as share,
+            open_budget_share(config, driver.run_dir, concurrency, limits) as share,
             open_grader(
                 config, driver.run_dir, driver.run_id, share, concurrency=concurrency
             ) as grader,
             open_derived_writer(driver.run_dir, driver.epoch) as writer,
         ):
-            rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, done)
-            work = _Work(grader, writer, done)
-            await at_once(rows.stream(), work.grade, concurrency)
-            if done.stopped is None:
-                groups = await asyncio.to_thread(due_again, driver.run_dir, rows.judged_by)
+            rows = await asyncio.to_thread(StoredRows, driver.run_dir, grader, result)
+            work = _Regrader(grader, writer, result)
+            await run_concurrently(rows.stream(), work.grade, concurrency)
+            if result.stopped is None:
+                groups = await asyncio.to_thread(
+                    find_changed_groups, driver.run_dir, rows.judged_by
+                )
                 await work.regroup(groups)
         await asyncio.to_thread(_note_budgets, driver.run_dir, limits)
-    return done
+    return result
 
 
 async def _open(run_dir: RunDir) -> Driver:
-    """A start of the run that changes nothing of what it says of itself."""
+    """Open the run with its own identity and limits."""
     epochs = run_dir.epochs()
     if not epochs:
         raise UserError(
@@ -178,7 +187,7 @@ async def _open(run_dir: RunDir) -> Driver:
     return await open_run(run_dir.path, first.identity, meta, options)
 
 
-def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
+def _load_run_config(path: Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
     """The run's configuration with the changes."""
     if not (path / "run.yaml").exists():
         raise UserError(f"{path} is not a run directory (no run.yaml). Give the path of a run")
@@ -192,49 +201,50 @@ def _settled(path: Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
     config = parse_config(data, str(path / "run.yaml"))
     if not (config.run.keep_workspaces or (path / WORKSPACES).is_dir()):
         raise UserError(
-            f"{path} kept no workspaces, so nothing of it can be graded again. Make the run in "
-            "another --out with --set run.keep_workspaces=true"
+            f"{path} kept no workspaces, so none of its rollouts can be graded again. Make the "
+            "run in another --out with --set run.keep_workspaces=true"
         )
     return settle_env(config)[0]
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What is done to one rollout or group after the other."""
+class _Regrader:
+    """Grades rollouts and scores groups, one after the other."""
 
     grader: Grader
     writer: DerivedWriter
-    done: Regraded
+    result: RegradeResult
 
     async def grade(self, stored: StoredRollout) -> bool:
-        """Grade one; its row is durable on return. False when no other could be graded either."""
-        question = self.writer.begin(Derived(grades=(self.grader.pending(stored),)))
-        judged = await self.grader.grade(stored, question)
-        grade, done = judged.grade, self.done
+        """Grade a rollout; its row is durable on return. Returns False when no other could be
+        graded."""
+        pending = self.writer.begin(Derived(grades=(self.grader.pending(stored),)))
+        judged = await self.grader.grade(stored, pending)
+        grade, result = judged.grade, self.result
         kept = judged.stop is None or grade.calls
-        await self.writer.add(Derived(grades=(grade,)) if kept else None, question)
+        await self.writer.add(Derived(grades=(grade,)) if kept else None, pending)
         if judged.stop is not None:
-            done.stop(cause_of(judged.stop), grade.error or "")
+            result.stop(cause_of(judged.stop), grade.error or "")
             return False
-        done.graded += grade.reward is not None
-        done.failed += grade.reward is None
-        done.changed += grade.reward not in (None, stored.row["reward"])
+        result.graded += grade.reward is not None
+        result.failed += grade.reward is None
+        result.changed += grade.reward not in (None, stored.row["reward"])
         return True
 
     async def regroup(self, groups: Sequence[Regrouped]) -> None:
-        """New rows for groups; an environment that compares members does so again."""
+        """Write new rows for groups; an environment with `score_group` scores them again."""
         grader = self.grader
         if not grader.scores_groups:
             for one in groups:
                 await self.writer.add(Derived(groups=(make_group(one.gathered, one.scoring),)))
-            self.done.groups += len(groups)
+            self.result.groups += len(groups)
             return
         graded = {one.gathered.facts["group_id"]: one.scoring for one in groups}
         metrics = await asyncio.to_thread(_newest_grades, Run(grader.run_dir), "metrics")
 
         async def score(ready: ReadyGroup) -> bool:
             by_members = graded[ready.gathered.facts["group_id"]]
-            # What compute_reward noted this time, and not what it noted in the run.
+            # The metrics of this grading, not those of the run.
             keys = [(row["trajectory_id"], by_members.grade_id or "") for row in ready.rows]
             rows = tuple(
                 {**row, "metrics": {**row["metrics"], **decode_metrics(metrics.get(key) or ())}}
@@ -244,30 +254,32 @@ class _Work:
             cut = make_group(
                 ready.gathered, replace(by_members, by="score_group", error=INTERRUPTED)
             )
-            question = self.writer.begin(Derived(groups=(cut,)))
-            scored = await grader.score(ready, question)
-            return await self._take(ready.gathered, by_members, scored, question)
+            pending = self.writer.begin(Derived(groups=(cut,)))
+            scored = await grader.score(ready, pending)
+            return await self._take(ready.gathered, by_members, scored, pending)
 
-        await at_once(grader.ready([one.gathered for one in groups]), score, SCORED_AT_ONCE)
+        await run_concurrently(
+            grader.ready([one.gathered for one in groups]), score, SCORED_AT_ONCE
+        )
 
     async def _take(
-        self, gathered: Gathered, graded: Scoring, scored: Scoring, question: PendingRow
+        self, gathered: Gathered, graded: Scoring, scored: Scoring, pending: PendingRow
     ) -> bool:
-        """The row of a group that was scored again. False when no other could be."""
+        """Write the row of a group that was scored again. Returns False when no other could be."""
         if scored.error is None and scored.rewards is None:
             scored = replace(scored, by=graded.by, rewards=graded.rewards)
         row = make_group(gathered, replace(scored, grade_id=graded.grade_id))
         kept = scored.error is None or scored.calls
-        await self.writer.add(Derived(groups=(row,)) if kept else None, question)
+        await self.writer.add(Derived(groups=(row,)) if kept else None, pending)
         if scored.stop is not None:
-            self.done.stop(cause_of(scored.stop), scored.error or "")
-        self.done.groups += scored.error is None
-        self.done.unscored += scored.error is not None
+            self.result.stop(cause_of(scored.stop), scored.error or "")
+        self.result.groups += scored.error is None
+        self.result.unscored += scored.error is not None
         return scored.stop is None
 
 
 def _note_budgets(run_dir: RunDir, limits: dict[str, Any]) -> None:
-    """What all starts have spent, in manifest.json."""
+    """Write the spending of all starts to manifest.json."""
     content = read_manifest(run_dir)
     if content and limits["budgets"]:
         data = msgspec.json.encode({**content, "budgets": limits["budgets"]})
@@ -275,63 +287,65 @@ def _note_budgets(run_dir: RunDir, limits: dict[str, Any]) -> None:
 
 
 class StoredRows:
-    """The stored rollouts that a grader has not graded, in the order of the run's parts. Blocking.
+    """The stored rollouts that the grader has not graded, in the order of the parts. Blocking.
 
-    Memory: the tasks of one part and what is taken; an entry for each rollout of the run.
+    Memory: the tasks of one part, the rows that are read at a time, and an entry for each rollout.
     """
 
-    def __init__(self, run_dir: RunDir, grader: Grader, done: Regraded) -> None:
-        self._run_dir, self._grader, self._done = run_dir, grader, done
+    def __init__(self, run_dir: RunDir, grader: Grader, result: RegradeResult) -> None:
+        self._run_dir, self._grader, self._result = run_dir, grader, result
         self._kept = Workspaces(run_dir.path / WORKSPACES)
         rewards = _newest_grades(Run(run_dir), "reward")
         self._known = {pair for pair, reward in rewards.items() if reward is not None}
         self.judged_by: dict[str, str] = {}
-        """Trajectory -> the grader of its task as it is now."""
+        """Trajectory -> the current grader of its task."""
 
     async def stream(self) -> AsyncGenerator[StoredRollout, None]:
-        """Each of them once."""
+        """Yield each of them once."""
         rows = self._all()
-        while taken := await asyncio.to_thread(lambda: list(itertools.islice(rows, _TAKEN))):
+        while taken := await asyncio.to_thread(lambda: list(itertools.islice(rows, _ROWS_AT_ONCE))):
             for stored in taken:
                 yield stored
 
     def _all(self) -> Iterator[StoredRollout]:
         for part in self._run_dir.parts("trajectories"):
-            yield from self._of_part(part)
+            yield from self._read_part(part)
         unjudged = _unjudged(Run(self._run_dir))
         for part in self._run_dir.parts("failures") if unjudged else ():
-            yield from self._of_part(part, unjudged)
+            yield from self._read_part(part, unjudged)
 
-    def _of_part(self, part: Path, only: Container[str] | None = None) -> Iterator[StoredRollout]:
+    def _read_part(self, part: Path, only: Container[str] | None = None) -> Iterator[StoredRollout]:
         """Args: only: ids of trajectories; None takes all."""
         import pyarrow as pa
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(part) as file:
-            light = file.read(columns=list(_LIGHT)).to_pylist()
+            light = file.read(columns=list(_SELECTION_COLUMNS)).to_pylist()
             light = [row for row in light if only is None or row["trajectory_id"] in only]
             tasks = self._grader.tasks.find({row["row_index"] for row in light})
-            wanted = {row["trajectory_id"]: t for row in light if (t := self._wanted(row, tasks))}
+            wanted = {
+                row["trajectory_id"]: t for row in light if (t := self._task_to_grade(row, tasks))
+            }
             ids = pa.array(wanted, pa.string())
-            for batch in file.iter_batches(batch_size=_TAKEN) if wanted else ():
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE) if wanted else ():
                 for row in batch.filter(pc.is_in(batch["trajectory_id"], ids)).to_pylist():
                     yield self._stored(row, wanted[row["trajectory_id"]])
 
-    def _wanted(self, row: Mapping[str, Any], tasks: Mapping[int, LazyRow]) -> Task | None:
-        """The task of a rollout that is to be graded; the others are counted."""
-        done, row_id = self._done, row["trajectory_id"]
+    def _task_to_grade(self, row: Mapping[str, Any], tasks: Mapping[int, LazyRow]) -> Task | None:
+        """The task of a rollout that is to be graded; None for others, which are counted."""
+        result, row_id = self._result, row["trajectory_id"]
         if self._kept.find(row_id, sandboxed=self._grader.sandboxed) is None:
-            done.not_kept += 1
+            result.not_kept += 1
             return None
         task, edited = _task_of(row, tasks.get(row["row_index"]))
         if task is None:
-            done.other_task += 1
+            result.other_task += 1
             return None
-        done.edited_task += edited
+        result.edited_task += edited
         grade_id = self.judged_by[row_id] = self._grader.grade_id(task)
         if (row_id, grade_id) in self._known:
-            done.known += 1
+            result.known += 1
             return None
         return task
 
@@ -344,7 +358,7 @@ class StoredRows:
 
 
 def _unjudged(run: Run) -> set[str]:
-    """The rollouts that nobody could judge and whose units were given up for it."""
+    """The rollouts whose verifier failed and whose units were therefore given up."""
     done = set(run.arrow("trajectories", ["unit_id"])["unit_id"].to_pylist())
     columns = ["unit_id", "attempt", "trajectory_id", "cause"]
     last: dict[str, dict[str, Any]] = {}
@@ -356,11 +370,10 @@ def _unjudged(run: Run) -> set[str]:
 
 
 def _task_of(row: Mapping[str, Any], lazy: LazyRow | None) -> tuple[Task | None, bool]:
-    """The task that stands in a rollout's place of the dataset now, and whether it was edited; None
-    when it is another one.
+    """The current task of a rollout, and whether it was edited; None for a different task.
 
-    The content's hash decides. A verifier may have been corrected, though: where the hash differs,
-    it is the same task if all that the rollout's row shows of it is the same.
+    Tasks with equal hashes are equal. A verifier may have been corrected, however: with another
+    hash it is still the same task if everything that the row contains of it is equal.
     """
     task = lazy.parse().task if lazy is not None else None
     if lazy is None or task is None:
@@ -391,15 +404,15 @@ class Regrouped:
     scoring: Scoring
 
 
-def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
-    """Groups with grades of their present grader, whose newest row does not show these. Blocking.
+def find_changed_groups(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
+    """Find groups whose newest row lacks the grades of the current grader. Blocking.
 
     Args:
-        judged_by: trajectory -> its present grader; absent for one that cannot be graded again.
+        judged_by: trajectory -> its current grader; absent when it cannot be graded again.
     """
     run = Run(run_dir)
     rewards = _newest_grades(run, "reward")
-    shown = {row["group_id"]: _Shown.of(row) for row in run.groups.to_dict("records")}
+    shown = {row["group_id"]: _GroupState.of(row) for row in run.groups.to_dict("records")}
     found = []
     for gathered in gather(run):
         ids = [m.trajectory_id or m.unjudged for m in gathered.members]
@@ -408,7 +421,7 @@ def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
             continue
         (grade_id,) = graders
         rewards_now = [rewards.get((one or "", grade_id)) for one in ids]
-        members = tuple(map(_judged, gathered.members, rewards_now))
+        members = tuple(map(_apply_grade, gathered.members, rewards_now))
         ids = [m.trajectory_id for m in members]
         before = shown.get(gathered.facts["group_id"])
         if before is None or not before.shows(grade_id, ids, rewards_now):
@@ -417,8 +430,8 @@ def due_again(run_dir: RunDir, judged_by: Mapping[str, str]) -> list[Regrouped]:
     return found
 
 
-def _judged(member: Member, reward: float | None) -> Member:
-    """A member as a regrade leaves it: valid when it has a grade, whatever it was before."""
+def _apply_grade(member: Member, reward: float | None) -> Member:
+    """A member after a regrade: valid when it has a grade."""
     if reward is None:
         return replace(member, reward=None, why_invalid=member.why_invalid or "not graded")
     row_id = member.trajectory_id or member.unjudged
@@ -426,19 +439,19 @@ def _judged(member: Member, reward: float | None) -> Member:
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """What the newest row of a group shows."""
+class _GroupState:
+    """The content of the newest row of a group."""
 
     grade_id: str | None
     ids: list[str | None]
     rewards: list[float | None]
     scored: bool
-    """By `score_group`: the rewards are not those of the grades."""
+    """By `score_group`: the rewards differ from the grades."""
 
     @classmethod
-    def of(cls, row: Mapping[Any, Any]) -> _Shown:
-        ids, rewards = list(row["trajectory_ids"]), _listed(row["rewards"])
-        # One that could not be scored shows nothing yet.
+    def of(cls, row: Mapping[Any, Any]) -> _GroupState:
+        ids, rewards = list(row["trajectory_ids"]), _rewards_of(row["rewards"])
+        # A group that could not be scored has no rewards yet.
         grade_id = None if isinstance(row["error"], str) else row["grade_id"]
         return cls(grade_id, ids, rewards, row["scored_by"] == "score_group")
 
@@ -450,6 +463,6 @@ class _Shown:
         return self.rewards == rewards
 
 
-def _listed(rewards: Iterable[float | None]) -> list[float | None]:
-    """A column's rewards, in which pandas shows None as NaN."""
+def _rewards_of(rewards: Iterable[float | None]) -> list[float | None]:
+    """Rewards of a column, with None for pandas' NaN."""
     return [None if r is None or math.isnan(r) else float(r) for r in rewards]

@@ -1,5 +1,5 @@
-"""What a run ended with: for people, programs and the exit code; and why it stopped before its end,
-in one line that names the place and the fix."""
+"""The report of a run for people, programs and the exit code, and why it stopped early, in one line
+with the place and the fix."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _HINTS = {
     "worker_lost": _FIX,
     "journal": "Do what it says",
 }
-"""Cause of a stop -> what to do; a refused key has its own text."""
+"""Cause of a stop -> the hint; a refused key has its own."""
 
 _WAIT = "Wait until the provider answers again"
 _OUTAGE_HINTS = {
     "nothing was answered within": "Look at the server, or raise endpoint.first_answer_seconds",
     "refused in the same words": "Correct what the server refuses",
 }
-"""Text of an outage other than that of a provider which had answered -> what to do."""
+"""Text of a special outage -> the hint."""
 
 _CAUSED_BY_MODEL = ("auth", "billing", "model_not_found")
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Why nothing more is handed out."""
+    """Why a run stopped early."""
 
     cause: str
-    """Key of `errors.CAUSES`; or `dataset`: its next rows cannot be read; or `journal`: that of a
-    lost worker is damaged."""
+    """Key of `errors.CAUSES`; or `dataset`, whose next rows cannot be read; or `journal`, when that
+    of a lost worker is damaged."""
     detail: str
     """What happened, one line."""
 
@@ -55,7 +55,7 @@ class Stop:
 
     @property
     def _use(self) -> str | None:
-        """`env.judge` or `env.user`, where it was no call of the policy's."""
+        """`env.judge` or `env.user`; None for a call of the policy."""
         found = re.match(r"env\.(judge|user)(?=: )", self._message)
         return found[0] if found else None
 
@@ -73,7 +73,7 @@ class Stop:
         return f"{status} from {host}{purpose}{reason}, {attempts} units tried"
 
     def hint(self, config: RunConfig) -> str:
-        """What to do before the same command is run again."""
+        """What to do before running the same command again."""
         use, text = self._use, self._message
         if self.cause == "auth":
             return _hint_for_key(_endpoint_of(config, use), use)
@@ -82,15 +82,15 @@ class Stop:
         if self.cause == "outage":
             return next((hint for part, hint in _OUTAGE_HINTS.items() if part in text), _WAIT)
         if self.cause == "disk" and "is full" not in self.detail:
-            return _FIX  # it cannot be written at all
+            return _FIX  # not full, but not writable
         return _HINTS.get(self.cause, _FIX)
 
 
 def _endpoint_of(config: RunConfig, use: str | None) -> EndpointSection:
-    """Where the model was asked that the run stopped for.
+    """The endpoint for which the run stopped.
 
     Args:
-        use: `env.judge` or `env.user`; None is the policy.
+        use: `env.judge` or `env.user`; None for the policy.
     """
     place = getattr(config.env, use.removeprefix("env.")) if use else None
     if place is None:
@@ -109,7 +109,8 @@ def _default_address(endpoint: EndpointSection) -> str:
 
 
 def _hint_for_key(endpoint: EndpointSection, use: str | None) -> str:
-    """A key is only read from a variable that was named, or that is a known provider's."""
+    """The hint for a refused key. Keys are read only from named variables and those of
+    providers."""
     names = endpoint.key_names or _key_names(endpoint)
     if not names:
         where = f"--set {use}.api_key_env=NAME" if use else "--api-key-env NAME"
@@ -122,19 +123,19 @@ def _hint_for_key(endpoint: EndpointSection, use: str | None) -> str:
 def _key_names(endpoint: EndpointSection) -> tuple[str, ...]:
     try:
         return resolve(endpoint).key_names
-    except UserError:  # a provider of the user's own
+    except UserError:  # a user-defined provider
         return ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """The end of a run. Figures cover the whole run directory, all its starts together."""
+    """The result of a run. Figures cover all starts of the run directory."""
 
     path: str
     """The run directory."""
     run_id: str
     units: int | None
-    """Of the dataset; None when it was not read to its end."""
+    """Of the dataset; None when it was not read completely."""
     done: int
     solved: int
     """Reward 1 or more."""
@@ -143,7 +144,7 @@ class Report:
     given_up: int
     open: int | None
     left: int
-    """Units of earlier starts that are no longer in the dataset: kept."""
+    """Units of earlier starts that are no longer in the dataset; they are kept."""
     bad_rows: int
     failed_attempts: int
     causes: Mapping[str, int]
@@ -151,25 +152,25 @@ class Report:
     input_tokens: int | None
     output_tokens: int | None
     unknown_calls: int
-    """Calls that a server may have served without our learning the usage."""
+    """Calls that a server may have served, with unknown usage."""
     cost_usd: float | None
     unpriced_calls: int
     seconds: float
     """Of this start."""
     resume: str
-    """The command that goes on."""
+    """The command that resumes the run."""
     stopped: str | None = None
     """Cause that stopped this start before its end."""
     detail: str | None = None
-    """What happened then."""
+    """What happened."""
     hint: str | None = None
-    """What to do about it."""
+    """What to do."""
     given_up_error: str | None = None
     """Why the last unit of this start was given up."""
     stats: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What stats.json holds."""
+    """The content of stats.json."""
     limits: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """`rate_limits` and `budgets` as manifest.json holds them."""
+    """`rate_limits` and `budgets` as in manifest.json."""
 
     @property
     def exit_code(self) -> int:
@@ -243,7 +244,7 @@ class Report:
 
 
 def exact_lines(exact: Mapping[str, Any] | None, path: str) -> list[str]:
-    """What a run's exact tokens come to, and what is wrong with them."""
+    """Lines on the exact tokens of a run and their problems."""
     if exact is None:
         return []
     rate = exact["fork_rate"]
@@ -264,13 +265,13 @@ def exact_lines(exact: Mapping[str, Any] | None, path: str) -> list[str]:
 
 def _unparsed_line(answers: int) -> str:
     return (
-        f"warning: {answers:,} answers look like tool calls that nobody parsed, nor ran. Start the "
+        f"warning: {answers:,} answers look like tool calls that were not parsed. Start the "
         "server with the parser of its model (vLLM: --enable-auto-tool-choice --tool-call-parser)"
     )
 
 
 def _limit(lane: Mapping[str, Any]) -> str | None:
-    """A rate limit that was met; None for one that was not."""
+    """A line for a rate limit that was reached; None otherwise."""
     requests = lane["requests"]
     if not requests["throttled"]:
         return None
@@ -292,9 +293,9 @@ def _budget(key: str, amounts: Mapping[str, float]) -> str:
 
 def _cache_line(read: float, expected: float) -> str:
     return (
-        f"prompt cache: {read:.0%} of the input was read from it, about {expected:.0%} was to be"
-        " expected. Does the head of the prompt change from turn to turn, or does the provider"
-        " want cache markers?"
+        f"prompt cache: {read:.0%} of the input was read from it, about {expected:.0%} was"
+        " expected. Does the beginning of the prompt change between turns, or does the provider"
+        " require cache markers?"
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole run: open the run directory, work through the dataset, say how it ended."""
+"""A whole run: open the run directory, run all open units, and report the result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
-from batch_runner.budgets import as_plain, budgets_of, make_coordinator, refuse_unpriced
+from batch_runner.budgets import budgets_of, make_coordinator, refuse_unpriced, summary_as_dict
 from batch_runner.dispatcher import Dispatcher, Fleet, StartWorker
-from batch_runner.interrupts import Interrupts, catching
+from batch_runner.interrupts import Interrupts, catch_signals
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.plan import (
     Pilot,
@@ -23,10 +23,10 @@ from batch_runner.plan import (
     estimate_units,
     open_reader,
     refuse_other_dataset,
-    with_kept_rows,
+    store_rows,
 )
-from batch_runner.pool import connected, open_pool
-from batch_runner.progress import Progress, Sink, Trouble, View, Watch, default_progress
+from batch_runner.pool import connect_ray, open_pool
+from batch_runner.progress import Progress, Sink, Trouble, TroubleMonitor, View, default_progress
 from batch_runner.report import Report, Stop
 from batch_runner.settings import (
     SMALL_S,
@@ -37,7 +37,7 @@ from batch_runner.settings import (
     choose_workers,
     may_be_small,
     open_hosts,
-    settle,
+    resolve_settings,
 )
 from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import run_sync
@@ -61,14 +61,14 @@ def run_batch(
     progress: Progress | None = None,
     pilot: Pilot | None = None,
 ) -> Report:
-    """Run a dataset to its end; also resumes. Works where a loop is running, as in notebooks.
+    """Run or resume a dataset. Also works where an event loop is running, as in notebooks.
 
     Args:
         config: a `RunConfig`, or the same as plain data: `{"dataset": {"path": ...}, ...}`.
-        progress: where progress goes; None is a line on stderr.
+        progress: shows the progress; None prints to stderr.
         pilot: only these units; the others stay open.
 
-    Raises: UserError for bad input; Outage when nobody answers at an endpoint at its start;
+    Raises: UserError for bad input; Outage when an endpoint does not answer at the start;
     StoreError for a run directory that is in use, damaged or of another configuration.
     """
     config = as_config(config)
@@ -86,10 +86,10 @@ async def arun_batch(
     """`run_batch` for callers with a loop of their own.
 
     Args:
-        hosts: for callers who ask the run's environment too, so that it is set up once.
+        hosts: for callers that use the environment, too, so that it is set up once.
     """
     config = as_config(config)
-    settings = settle(config)
+    settings = resolve_settings(config)
     refuse_unpriced(config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.prime)
@@ -101,7 +101,7 @@ async def arun_batch(
         open_hosts(hosts) as shared,
         await open_run(settings.out, identity, meta, options) as driver,
     ):
-        kept = await asyncio.to_thread(with_kept_rows, settings.config, driver.run_dir)
+        kept = await asyncio.to_thread(store_rows, settings.config, driver.run_dir)
         settings = replace(settings, config=kept, hosts=shared)
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
@@ -111,29 +111,29 @@ async def arun_batch(
 
 @contextmanager
 def _ray_on_this_thread(config: RunConfig) -> Iterator[None]:
-    """Start Ray on this thread, where a loop is running and the run goes to another one."""
+    """Start Ray on this thread when a running loop moves the run to another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         yield
         return
-    settings = settle(config)
+    settings = resolve_settings(config)
     workers = choose_workers(settings, may_be_small(settings) and _is_small(settings))
     if workers == 0:
         yield
         return
-    with connected(workers):
+    with connect_ray(workers):
         yield
 
 
 def _is_small(settings: Settings) -> bool:
-    """Whether the whole dataset is small, whatever of it is done."""
+    """Whether the whole dataset is small, including finished units."""
     reader = open_reader(settings)
     return len(reader.take(SMALL_UNITS, SMALL_S)) < SMALL_UNITS and reader.ended
 
 
 class _Run:
-    """One start of a run: the parts, and how they are put together."""
+    """One start of a run, which connects its parts."""
 
     def __init__(
         self,
@@ -148,17 +148,17 @@ class _Run:
         self.progress = progress
         self.started = time.monotonic()
         self.manifest: dict[str, Any] = {}
-        """What manifest.json says beside the run's origin; see `write_manifest`."""
+        """Further entries of manifest.json; see `write_manifest`."""
         self.tokens: TokenPlan | None = None
         self.coordinator: Coordinator | None = None
         self.limits: dict[str, Any] = {}
-        """How limits came about and what is spent, once it is over: see `as_plain`."""
+        """Limits and spending after the end; see `summary_as_dict`."""
         self.estimate = 0
-        """About how many units there are, as long as the dataset was not read to its end."""
-        self.watch = Watch(settings.config.endpoint, self._show, self._store_trouble)
+        """The approximate number of units until the dataset was read completely."""
+        self.monitor = TroubleMonitor(settings.config.endpoint, self._show, self._store_trouble)
         self.work: asyncio.Task[None] | None = None
         self.images: Images | None = None
-        """Builds of images, where some are missing."""
+        """Builds of missing images, if any."""
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -171,7 +171,7 @@ class _Run:
         self.source = RunSource(self.plan, driver, self.sink, window=window)
 
     async def run(self) -> Report:
-        """Work to the end, write what the driver writes, and report."""
+        """Run all units, write the files of the driver, and report."""
         for note in self.driver.report.notes():
             self.progress.note(note)
         run_dir, ledger = self.driver.run_dir, self.driver.ledger
@@ -182,7 +182,7 @@ class _Run:
         self.estimate = estimate or 0
         ticker = asyncio.create_task(self._tick())
         try:
-            with catching(self._interrupted, self._end_at_once) as interrupts:
+            with catch_signals(self._interrupted, self._end_at_once) as interrupts:
                 if await self.source.has_work():
                     await self._warn_of_network()
                     await self._open_images()
@@ -193,14 +193,14 @@ class _Run:
             if self.images is not None:
                 await self.images.aclose()
             self.progress.close(self.view())
-        if self._ended:  # what was given up leaves some
+        if self._ended:  # units that were given up leave some
             await asyncio.to_thread(rmtree, run_dir.path / CHECKPOINTS, ignore_errors=True)
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         return self.report(stats)
 
     async def _warn_of_network(self) -> None:
-        """Print once that tasks ask for the network, where the run has none."""
+        """Warn once when tasks need the network and the run has none."""
         dataset, network = self.settings.config.dataset, self.settings.config.sandbox.network
         path = Path(dataset.path).expanduser()
         if network is not False or not path.is_dir():
@@ -213,9 +213,9 @@ class _Run:
             )
 
     async def _open_images(self) -> None:
-        """Get ready to build the images that tasks need and this machine lacks.
+        """Prepare builds of the images that tasks need and this machine lacks.
 
-        Raises: UserError where nothing can be built here.
+        Raises: UserError when this machine cannot build images.
         """
         if not Path(self.settings.config.dataset.path).expanduser().is_dir():
             return
@@ -232,7 +232,7 @@ class _Run:
                 raise UserError(f"sandbox.build.aliases: {error}") from error
 
     async def _choose_workers(self) -> None:
-        """Settle where the work is done, and print what was chosen."""
+        """Decide where units run, and print the decision."""
         settings = self.settings
         small = may_be_small(settings) and await self.source.fewer_than(SMALL_UNITS, SMALL_S)
         workers = choose_workers(settings, small)
@@ -245,14 +245,14 @@ class _Run:
             )
 
     async def _started(self, interrupts: Interrupts) -> None:
-        """Start what makes attempts, and work. Ctrl-C while Ray starts ends the start."""
+        """Start workers and run the units. Ctrl-C while Ray starts cancels the start."""
         config, run_dir = self.settings.config, self.driver.run_dir
         self.coordinator = await asyncio.to_thread(
             make_coordinator, config, run_dir, self.settings.concurrency
         )
         with ExitStack() as stack:
             try:
-                with interrupts.blocking():
+                with interrupts.raising_in_blocking_code():
                     opening = open_pool(self.settings, self._worker_spec(), self.coordinator)
                     start = stack.enter_context(opening)
             except KeyboardInterrupt:
@@ -276,34 +276,34 @@ class _Run:
         )
 
     async def _watched(self, start: StartWorker, coordinator: Coordinator) -> None:
-        """Work, and look for trouble with endpoints meanwhile."""
-        watching = asyncio.create_task(self.watch.run(coordinator))
+        """Run the units, and monitor endpoints meanwhile."""
+        watching = asyncio.create_task(self.monitor.run(coordinator))
         try:
             await self._work(start)
         finally:
             watching.cancel()
             await asyncio.wait((watching,))
-            self.limits = as_plain(coordinator.summary(), budgets_of(self.settings.config))
+            self.limits = summary_as_dict(coordinator.summary(), budgets_of(self.settings.config))
 
     @property
     def _ended(self) -> bool:
-        """Whether no unit is left open; a pilot leaves some that it never names."""
+        """Whether no unit is left open; a pilot leaves some."""
         return self.plan.counts.complete and self.source.stop is None and self.plan.pilot is None
 
     async def _close_groups(self) -> None:
-        """Write the groups that are final; those of one member are none."""
+        """Write the groups that are final, except for groups of one member."""
         counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
         if repeats == 1 and counts.units <= counts.rows:
             return
-        from batch_runner.groups import close_groups  # most runs have no groups
+        from batch_runner.groups import write_groups  # most runs have no groups
 
         try:
             size, paid = None if self._ended else self.plan.members_of, self.source.stop is None
-            closed = await close_groups(self.settings, self.driver, size=size, paid=paid)
+            closed = await write_groups(self.settings, self.driver, size=size, paid=paid)
         except DiskFull as error:
-            self.fault("disk", str(error))
+            self.report_fault("disk", str(error))
             return
-        if closed.limits:  # it began with what the workers had spent
+        if closed.limits:  # they include the spending of the workers
             lanes = [*self.limits.get("rate_limits", ()), *closed.limits["rate_limits"]]
             self.limits = {**closed.limits, "rate_limits": lanes}
         if closed.stop is not None:
@@ -329,7 +329,7 @@ class _Run:
             self.source.halt(Stop("interrupted", "interrupted"))
 
     def note_tokens(self, plan: TokenPlan | None) -> None:
-        """Keep how the run gets token ids, where it wants them, and show it."""
+        """Store and print how the run gets token ids, if it uses them."""
         self.tokens = plan
         config = self.settings.config
         sampling = policy_of(config).complete(sampling_of(config.model, sent_seed(config, 0)))
@@ -337,33 +337,33 @@ class _Run:
         for line in plan.lines(sampling, extra) if plan is not None else ():
             self.progress.note(line)
 
-    def heard(self, requests: int, throttled: int) -> None:
-        """Count requests: the first of four methods of the dispatcher's `Listener`."""
+    def count_requests(self, requests: int, throttled: int) -> None:
+        """Count requests. This and the next three methods implement the dispatcher's `Listener`."""
         self.sink.tally.requests += requests
         self.sink.tally.throttled += throttled
 
-    def lost(self, writer: str, why: str) -> None:
-        """Listener of the dispatcher."""
-        self.progress.note(f"worker {writer} was lost ({why}); its units go back")
+    def report_lost_worker(self, writer: str, why: str) -> None:
+        """See `Listener`."""
+        self.progress.note(f"worker {writer} was lost ({why}); its units run again")
         if self.coordinator is not None:
             self.coordinator.remove(writer)
 
     def note(self, text: str) -> None:
-        """Listener of the dispatcher."""
+        """See `Listener`."""
         self.progress.note(text)
 
-    def fault(self, cause: str, text: str) -> None:
-        """Listener of the dispatcher."""
+    def report_fault(self, cause: str, text: str) -> None:
+        """See `Listener`."""
         full = cause == "disk" and "is full" in text
         self.source.halt(Stop(cause, f"the disk of {self.settings.out} is full" if full else text))
 
     def _interrupted(self) -> None:
-        """The first Ctrl-C. What was never answered has nothing to lose: it ends at once."""
+        """Handle the first Ctrl-C. Rollouts without any answer are cancelled at once."""
         self.source.halt(Stop("interrupted", "interrupted"))
         if self.images is not None:
             self.images.stop()
         running = len(self.source.in_flight)
-        unanswered = bool(self.watch.troubles) and not self.watch.answered
+        unanswered = bool(self.monitor.troubles) and not self.monitor.answered
         text = "stopping"
         if unanswered:
             text += f": {running} rollouts without any answer are cancelled"
@@ -378,9 +378,9 @@ class _Run:
             self.work.cancel()
 
     async def _store_trouble(self, found: tuple[Trouble, ...]) -> None:
-        """For `status`."""
+        """Store trouble for `status`."""
         more = {**self.manifest, **({"trouble": found} if found else {})}
-        with suppress(DiskFull):  # the run meets it, too
+        with suppress(DiskFull):  # the run raises it, too
             await asyncio.to_thread(write_manifest, self.driver, self.settings, more)
 
     async def _tick(self) -> None:
@@ -392,7 +392,7 @@ class _Run:
         self.progress.tick(self.view())
 
     def view(self) -> View:
-        """The state now, for progress."""
+        """The current state."""
         counts, tally = self.plan.counts, self.sink.tally
         return View(
             units=counts.units if counts.complete else max(counts.units, self.estimate),
@@ -404,7 +404,7 @@ class _Run:
             tally=tally,
             rates=self.sink.rates(),
             graded=self.graded_before,
-            trouble=tuple(trouble.line for trouble in self.watch.troubles),
+            trouble=tuple(trouble.line for trouble in self.monitor.troubles),
             images=self.images.counts if self.images is not None else None,
         )
 
@@ -430,14 +430,14 @@ class _Run:
             write_manifest(self.driver, self.settings, more)
             return write_stats(run_dir, ledger, plan)
         except DiskFull as error:
-            self.fault("disk", str(error))
+            self.report_fault("disk", str(error))
             return compute_stats(ledger.summary, ledger, plan)
 
     def _left(self) -> int:
         return self.known - self.plan.counts.known if self.plan.counts.complete else 0
 
     def report(self, stats: dict[str, Any]) -> Report:
-        """The end of this start."""
+        """The report of this start."""
         counts, tally, ledger = self.plan.counts, self.sink.tally, self.driver.ledger
         done, given_up = counts.done + tally.done, counts.given_up + tally.given_up
         stop, config = self.source.stop, self.settings.config

@@ -1,4 +1,4 @@
-"""What a run's configuration leaves open, decided: folder, workers, concurrency."""
+"""The settings that a configuration leaves open: run directory, workers, concurrency."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ ROLLOUTS_PER_WORKER = 32
 
 SMALL_UNITS = 200
 SMALL_CONCURRENCY = 64
-"""Fewer units, and at most so many of them in flight, are run in this process: Ray takes seconds to
+"""Fewer units with at most this concurrency run in this process, since Ray takes seconds to
 start."""
 
 SMALL_S = 2.0
-"""What is not known to be small after so long is not: the dataset may be a slow stream."""
+"""Time to find out whether a run is small; a slow stream counts as large."""
 
 
 class Hosts:
-    """Environments of one process and event loop: each is set up once, whoever opens it, and closed
-    at the end. Made by `open_hosts`."""
+    """Environments of one process and event loop. Each is set up once, shared by all users, and
+    closed at the end. Made by `open_hosts`."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._open: dict[str, Host] = {}
-        self._lock = asyncio.Lock()  # an environment that is being set up is not set up twice
+        self._lock = asyncio.Lock()  # no environment is set up twice
 
     @asynccontextmanager
     async def open(self, section: EnvSection) -> AsyncIterator[Host]:
-        """As `hermes_rl.rl.episodes.open_host`, but what is open already is shared, and leaving
-        this leaves it open.
+        """Like `hermes_rl.rl.episodes.open_host`, but open environments are shared and stay open.
 
         Raises: UserError when its code cannot be loaded, or `setup` fails.
         """
@@ -69,7 +68,7 @@ class Hosts:
 
 @asynccontextmanager
 async def open_hosts(shared: Hosts | None = None) -> AsyncIterator[Hosts]:
-    """Those of a caller, who closes them; without any, new ones that are closed on leaving."""
+    """Use the environments of the caller, or new ones that are closed at the end."""
     if shared is not None:
         yield shared
         return
@@ -79,33 +78,33 @@ async def open_hosts(shared: Hosts | None = None) -> AsyncIterator[Hosts]:
 
 @dataclass(frozen=True)
 class Settings:
-    """A run, settled."""
+    """A configuration with all settings resolved."""
 
     config: RunConfig
     """With `run.out` and `run.concurrency` filled in."""
     out: Path
     workers: int | None
-    """None until it is known how much there is to do: see `choose_workers`."""
+    """None until the number of open units is known; see `choose_workers`."""
     concurrency: int
     identity: dict[str, Any]
     config_hash: str
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by the variable that holds them."""
     opened: Opened | None = None
-    """The environment whose tasks are run, where there is one."""
+    """The environment whose tasks are run, if any."""
     hosts: Hosts | None = None
-    """Environments of this process, once the run is started."""
+    """Environments of this process, after the start of the run."""
 
     @property
     def resume(self) -> str:
-        """The command that goes on with this run."""
+        """The command that resumes this run."""
         env = self.config.env
         command = "run" if env is None else f"env {env.mode}"
         return f"hermes-rl {command} --config {shlex.quote(f'{self.out}/run.yaml')}"
 
 
 def as_config(config: object) -> RunConfig:
-    """A configuration as callers have it: a `RunConfig`, or the same as plain data.
+    """Convert a `RunConfig`, or the same as plain data.
 
     Raises: UserError.
     """
@@ -119,13 +118,13 @@ def as_config(config: object) -> RunConfig:
     )
 
 
-def settle(config: RunConfig) -> Settings:
-    """Decide what the configuration leaves open, and refuse what cannot work.
+def resolve_settings(config: RunConfig) -> Settings:
+    """Resolve all settings of a configuration, and refuse those that cannot work.
 
     Raises: UserError for an absent key, for toolsets, distributions or images that do not exist,
     and for an environment that cannot be opened; StoreError for a run whose beginning is damaged.
     """
-    config, opened = _with_env(config)
+    config, opened = _resolve_env(config)
     local = config.model.name in LOCAL_MODELS
     keys = _keys(config)
     out = RunDir(config.run.out or default_out(config)).path
@@ -171,7 +170,7 @@ def choose_workers(settings: Settings, small: bool) -> int:
 
 
 def _keys(config: RunConfig) -> dict[str, str]:
-    """Raises: UserError for a key that is not set; it names a local model of a similar name."""
+    """Raises: UserError for a key that is not set, with the name of a similar local model."""
     try:
         return collect_keys(config)
     except UserError as error:
@@ -183,14 +182,14 @@ def _keys(config: RunConfig) -> dict[str, str]:
 
 
 def _identity_at(out: Path) -> dict[str, Any]:
-    """The identity that a run was begun with; empty for a new one. Raises: StoreError."""
+    """The identity of an existing run; empty for a new one. Raises: StoreError."""
     run_dir = RunDir(out)
     epochs = run_dir.epochs()
     return run_dir.epoch(epochs[0]).identity if epochs else {}
 
 
-def _with_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
-    """The configuration with what its environment says; its code is imported only where there is
+def _resolve_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
+    """Complete a configuration from its environment, whose code is imported only if there is
     one."""
     if config.env is None:
         return config, None

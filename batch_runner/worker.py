@@ -1,8 +1,8 @@
 """One worker: one event loop with many rollouts, one journal, one publisher.
 
-The same class runs in the driver's process (`--workers 0`) and inside a Ray actor. Invariants: a
-receipt leaves only after the attempt's rows are durable; a worker that stops for a fault, a lost
-lease or an abort writes nothing more and leaves the rest to recovery.
+The same class runs in the process of the driver (`--workers 0`) and in a Ray actor. Invariants: a
+receipt is sent only after the rows of the attempt are durable; a worker that stops for a fault, a
+lost lease or an abort writes nothing more and leaves its attempts to recovery.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ POLL_S = 5.0
 FILES_PER_ROLLOUT = 12
 """Open files of one rollout: measured were 8 without a sandbox, and 10 with one."""
 OTHER_FILES = 256
-"""All else that a worker has open: its journal, the parts that it writes, libraries."""
+"""Other open files of a worker: its journal, parts, libraries."""
 
 GC_THRESHOLDS = (20_000, 20, 20)
-"""Allocations between collections of the youngest objects. Python's 700 took a tenth of a turn's
-CPU: what a rollout makes is nearly all kept until it ends, or free of cycles."""
+"""Thresholds of the garbage collector. Python's defaults cost a tenth of the CPU of a turn,
+although nearly all objects of a rollout are kept until its end or have no cycles."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is started with."""
+    """The parameters of a worker."""
 
     run_path: str
     """Absolute path of the run directory."""
@@ -64,12 +64,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     """Rollouts in flight at most."""
     lease_s: float
-    """How long it lives without hearing from its driver."""
+    """How long it runs without a message from its driver."""
     publish_every_s: float
     config: bytes
     """The run's configuration as JSON."""
     config_hash: str
-    """As the driver found it: an image's digest may differ on another machine."""
+    """As computed by the driver; the digest of an image may differ on another machine."""
     tokens: TokenPlan | None = None
     """How the run gets token ids."""
 
@@ -93,18 +93,16 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     throttled: int = 0
     """Of those, how many were refused with 429."""
     fault: str | None = None
-    """Why the worker has stopped for good."""
+    """Why the worker cannot continue."""
     cause: str | None = None
     """The fault's cause, a key of `errors.CAUSES`."""
 
 
 class Worker:
-    """Makes attempts and returns their receipts; made by `open_worker`.
-
-    In the driver's process it lives and dies with the driver, which calls it directly.
+    """Runs attempts and returns their receipts; made by `open_worker`.
 
     Args:
-        sharing: talks to the coordinator; None where the driver carries the reports.
+        sharing: exchanges reports with the coordinator; None when the driver does.
     """
 
     def __init__(
@@ -118,13 +116,13 @@ class Worker:
     ) -> None:
         self.writer = spec.writer
         self.share = share
-        """Of the run's rates and budgets."""
+        """Of the rates and budgets of the run."""
         self.stack = AsyncExitStack()
-        """Closes all that it uses."""
+        """Closes all resources."""
         self._sharing = sharing
         self._make = make
         self._lease_s = spec.lease_s
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
         """When the driver last called."""
         self._context = context
         self._journal = journal
@@ -140,35 +138,35 @@ class Worker:
             sharing.add_done_callback(lambda _: self._news.set())
 
     async def send(self, item: WorkItem) -> None:
-        """Start an attempt. After a fault nothing is started any more."""
-        self._heard = time.monotonic()
+        """Start an attempt, except after a fault."""
+        self._last_heard = time.monotonic()
         if self._fault is None:
             task = asyncio.create_task(self._attempt(item))
             self._running.add(task)
             task.add_done_callback(self._ended)
 
     async def poll(self, wait_s: float = POLL_S, gather_s: float = 0.0) -> Reply:
-        """Return what happened since the last poll; waits a while for something to happen.
+        """Return the events since the last poll.
 
         Args:
-            wait_s: for something to happen, at most.
-            gather_s: for more, after something happened: receipts then travel together.
+            wait_s: maximum wait for the first event.
+            gather_s: wait for more after it, so that receipts are sent together.
 
-        Raises: what the coordinator raised, as no call of the worker would ever be granted again.
+        Raises: an error of the coordinator, without which no call would be granted.
         """
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
         try:
             async with asyncio.timeout(wait_s):
                 await self._news.wait()
                 await asyncio.sleep(gather_s)
         except TimeoutError:
             pass
-        self._heard = time.monotonic()
-        raise_failure(self._sharing)
+        self._last_heard = time.monotonic()
+        raise_exchange_error(self._sharing)
         return self._reply()
 
     async def close(self) -> Reply:
-        """Publish what is finished, and end."""
+        """Publish finished attempts and end."""
         reply = Reply()
         try:
             await self._publisher.drain()
@@ -179,22 +177,22 @@ class Worker:
         return reply
 
     async def kill(self) -> None:
-        """Cancel the rollouts and let the journal go; nothing is published."""
+        """Cancel the rollouts and close the journal without publishing."""
         await self.stack.aclose()
 
     async def abort(self) -> None:
-        """Cancel all rollouts and wait until their sandboxes have ended; publish nothing."""
+        """Cancel all rollouts and wait for the end of their sandboxes."""
         tasks = [*self._running, self._publishing]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=ABORT_S)
 
-    async def outlive_driver(self) -> None:
-        """Return once the driver has not called for the lease."""
+    async def wait_for_lost_lease(self) -> None:
+        """Return when the driver has not called for the duration of the lease."""
         left = self._lease_s
         while left > 0:
             await asyncio.sleep(left)
-            left = self._heard + self._lease_s - time.monotonic()
+            left = self._last_heard + self._lease_s - time.monotonic()
 
     def _reply(self) -> Reply:
         self._news.clear()
@@ -236,7 +234,7 @@ class Worker:
             return await run_attempt(self._context, item, log, make=self._make)
         except DiskFull:
             raise
-        except Exception as error:  # a bug of ours must end one attempt, not the run
+        except Exception as error:  # an internal error ends one attempt, not the run
             return lost_row(log, error)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -245,8 +243,7 @@ class Worker:
             self._stop(error)
 
     async def _publish(self) -> None:
-        # Loading Arrow takes a second: better while the first rollouts wait for their model than
-        # when the last one has ended.
+        # Loading Arrow takes a second; do it while the first rollouts wait for their model.
         await asyncio.to_thread(importlib.import_module, "hermes_rl.store.parts")
         try:
             await self._publisher.run()
@@ -254,10 +251,7 @@ class Worker:
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
-        """End in a fault: no new attempts, and those that run are cancelled (recovery finds them).
-
-        A full disk would fail each of them at its next event all the same.
-        """
+        """Stop after a fault: start no attempts, and cancel the running ones for recovery."""
         if self._fault is None:
             if not isinstance(error, HermesError):
                 error = StoreError(f"{type(error).__name__}: {error}")
@@ -273,18 +267,18 @@ async def open_worker(
     keys: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
 ) -> Worker:
-    """Open a worker with its journal and all that its rollouts use.
+    """Open a worker with its journal and all resources of its rollouts.
 
     Args:
-        coordinator: of the run's rates and budgets; None where the driver carries the reports.
-        keys: API keys by variable, where this process's environment does not hold them.
-        hosts: environments of a process that has more use for them.
+        coordinator: of the rates and budgets of the run; None when the driver carries the reports.
+        keys: API keys by variable; None reads the environment of this process.
+        hosts: environments that this process shares.
 
     Raises: StoreError when it cannot see the run directory, or comes too late; UserError when the
         process may not open enough files, or for a model, key or sandbox that cannot be had.
     """
     run_dir = RunDir(Path(spec.run_path))
-    await asyncio.to_thread(_prove_sight, run_dir, spec)
+    await asyncio.to_thread(_check_run_directory, run_dir, spec)
     config = parse_config(json.loads(spec.config))
     proxied = not isinstance(config.sandbox.network, bool)
     raise_file_limit(spec.capacity, FILES_PER_ROLLOUT + (2 * PROXY_CONNECTIONS if proxied else 0))
@@ -317,38 +311,37 @@ async def open_worker(
         if config.env is not None:
             opened = await stack.enter_async_context(open_hosts(hosts))
             make = (await stack.enter_async_context(opened.open(config.env))).episode
-        stack.enter_context(_rare_collections())
+        stack.enter_context(_reduce_garbage_collection())
         worker = Worker(spec, context, journal, share, make, sharing)
         stack.push_async_callback(worker.abort)
         worker.stack = stack.pop_all()
         return worker
 
 
-async def carry_reports(
+async def exchange_reports(
     exchange: Callable[[Grant], Awaitable[Report]], coordinator: Coordinator
 ) -> None:
-    """Carry a worker's reports to the coordinator and grants back, until the worker leaves."""
+    """Pass reports of a worker to the coordinator and grants back, until the worker leaves."""
     grant, leaving = Grant(), False
     while not leaving:
         report = await exchange(grant)
         grant, leaving = coordinator.handle(report), report.leaving
 
 
-def raise_failure(sharing: asyncio.Task[None] | None) -> None:
-    """Raise what ended a worker's exchange with the coordinator: without grants it would wait for
-    ever."""
+def raise_exchange_error(sharing: asyncio.Task[None] | None) -> None:
+    """Raise the error that ended the exchange with the coordinator."""
     if sharing is not None and sharing.done() and not sharing.cancelled():
         sharing.result()
 
 
 def raise_file_limit(rollouts: int, each: int) -> None:
-    """Raise this process's limit of open files (`ulimit -Sn`) to what so many rollouts need; many
-    systems begin with 1,024. Sandboxes have a limit of their own, `OPEN_FILES`.
+    """Raise the limit of open files of this process (`ulimit -Sn`) as the rollouts require; many
+    systems start with 1,024. Sandboxes have their own limit, `OPEN_FILES`.
 
     Args:
         each: open files of one rollout.
 
-    Raises: UserError when it may not be raised so far: rollouts would fail in the middle.
+    Raises: UserError when the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(OTHER_FILES + each * rollouts, OPEN_FILES)
@@ -365,9 +358,9 @@ def raise_file_limit(rollouts: int, each: int) -> None:
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Never collect modules that are loaded by now, and the rest seldom. Undone at the end, because
-    a run without Ray lives in its caller's process."""
+def _reduce_garbage_collection() -> Iterator[None]:
+    """Collect garbage less often, and never loaded modules. Undone at the end, because a run
+    without Ray shares the process of its caller."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -378,8 +371,8 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _prove_sight(run_dir: RunDir, spec: WorkerSpec) -> None:
-    """A worker on another machine may see no run directory, or another one of that name."""
+def _check_run_directory(run_dir: RunDir, spec: WorkerSpec) -> None:
+    """Check that the path is the run directory: another machine may have none, or another one."""
     epochs = run_dir.epochs()
     if spec.epoch not in epochs or run_dir.epoch(spec.epoch).run_id != spec.run_id:
         raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")

@@ -39,7 +39,7 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time, seconds."""
     bad_row: str | None = None
     """Place and fault: `my.jsonl:17: 'prompt' is empty`."""
-    alone: bool = False
+    isolated: bool = False
     """Runs in a worker of its own: earlier workers died under this unit."""
     fatal_commands: tuple[str, ...] = ()
     """Names of the tool calls under which sandboxes of earlier attempts died."""

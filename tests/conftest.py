@@ -59,8 +59,8 @@ GROUP_OF = {f"{TESTS}/{file}": group for group, files in GROUPS.items() for file
 
 CLUSTER = """
 import sys, ray
-from batch_runner.pool import connected
-with connected(2):
+from batch_runner.pool import connect_ray
+with connect_ray(2):
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
 """

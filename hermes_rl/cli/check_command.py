@@ -235,7 +235,7 @@ def _usage_line(path: Path, stats: dict[str, Any], faults: int) -> str:
     unknown = calls["unknown"]
     bound = "" if not unknown else f"; {unknown} calls whose usage could not be learnt"
     if unparsed := calls.get("suspected_unparsed"):
-        bound += f"; {unparsed:,} answers look like tool calls that nobody parsed"
+        bound += f"; {unparsed:,} answers look like tool calls that were not parsed"
     return (
         f"{path}: {stats['units']['done']:,} units done, {stats['units']['given_up']:,} given up, "
         f"{calls['total']:,} calls, {tokens['input_tokens'] or 0:,} in, "

@@ -469,7 +469,7 @@ def summary_of(look: Look) -> str:
     if n["identical"] or n["drifting"]:
         text += f"; rendered again {n['identical']:,} are identical, {n['drifting']:,} are not"
     if n["suspected_unparsed"]:
-        text += f"; {n['suspected_unparsed']:,} answers look like tool calls that nobody parsed"
+        text += f"; {n['suspected_unparsed']:,} answers look like tool calls that were not parsed"
     if n["unended"]:
         text += f"; {n['unended']:,} of {n['ended'] + n['unended']:,} stopped without an end token"
     return f"{text}; {len(look.all_faults()) or 'no'} faults"

@@ -1,11 +1,11 @@
-"""`at_once` works through items with a limit on concurrency."""
+"""`run_concurrently` works through items with a limit on concurrency."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
 
-from batch_runner import at_once
+from batch_runner import run_concurrently
 
 
 async def numbers(count: int) -> AsyncGenerator[int, None]:
@@ -25,7 +25,7 @@ async def test_at_most_the_limit_runs_at_once() -> None:
         ended.append(item)
         return True
 
-    await at_once(numbers(20), work, 4)
+    await run_concurrently(numbers(20), work, 4)
     assert (sorted(ended), peak) == (list(range(20)), 4)
 
 
@@ -41,7 +41,7 @@ async def test_running_tasks_finish_after_one_returns_false() -> None:
         ended.append(item)
         return True
 
-    await at_once(numbers(20), work, 3)
+    await run_concurrently(numbers(20), work, 3)
     assert 1 in started
     assert set(started) - {1} == set(ended)
     assert len(started) < 6
@@ -55,4 +55,4 @@ async def test_the_first_error_is_raised_unwrapped() -> None:
         return True
 
     with pytest.raises(KeyError):
-        await at_once(numbers(20), work, 5)
+        await run_concurrently(numbers(20), work, 5)

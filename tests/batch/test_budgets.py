@@ -25,8 +25,8 @@ from batch_runner import (
     pilot_run,
     predict,
     requested_name,
-    spent_before,
     student_t,
+    sum_earlier_spending,
 )
 from hermes_rl.config import RunConfig, parse_config, to_yaml
 from hermes_rl.errors import UserError
@@ -81,11 +81,11 @@ class Bench:
         budgets = json.loads((self.out / "manifest.json").read_bytes())["budgets"]
         return {name: budget["spent"] for name, budget in budgets.items()}
 
-    def spent_before(self, config: RunConfig) -> dict[str, int]:
+    def sum_earlier_spending(self, config: RunConfig) -> dict[str, int]:
         """Budget -> the amount spent, as a later start reads it from the rows."""
         prices = Prices(config)
         known = (prices.worst, prices.models, prices.output_max)
-        return spent_before(RunDir(self.out), budgets_of(config), *known)
+        return sum_earlier_spending(RunDir(self.out), budgets_of(config), *known)
 
     async def run(self, rows: int | list[dict[str, Any]], **settings: Any) -> Report:
         return await kit.run_config(self.config(rows, **settings))
@@ -224,7 +224,7 @@ async def test_unknown_calls_count_with_their_upper_bound_after_a_resume(
     )
     report = await kit.run_config(config)
     assert (report.exit_code, report.unknown_calls) == (0, 8)
-    before, spent = bench.spent_before(config), bench.spent
+    before, spent = bench.sum_earlier_spending(config), bench.spent
     used = spent["run:tokens"]
     assert before["run:tokens"] == before["model:fake:tokens"] == spent["model:fake:tokens"] == used
     assert f"budget of fake: {used:,} of 1,000,000 tokens spent" in report.lines()
@@ -243,7 +243,7 @@ async def test_unknown_calls_without_max_tokens_count_with_the_model_limit(
     config["endpoint"]["prices"]["fake"]["output_max"] = output_max
     parsed = parse_config(config)
     assert (await kit.run_config(parsed)).unknown_calls == 1
-    before, spent = bench.spent_before(parsed), bench.spent
+    before, spent = bench.sum_earlier_spending(parsed), bench.spent
     assert before["run:tokens"] == spent["run:tokens"]
     assert before["run:usd"] / NANO == pytest.approx(spent["run:usd"], abs=1e-8)
     most = output_max or 32_000
@@ -285,7 +285,7 @@ async def test_dated_model_names_count_for_the_requested_model_after_a_resume(be
         assert (await kit.run_config(parsed)).exit_code == 0
     (final,) = kit.final_rows(bench.out).values()
     assert final["served_models"] == ["spare-2025-08-07"]
-    before, spent = bench.spent_before(parsed), bench.spent
+    before, spent = bench.sum_earlier_spending(parsed), bench.spent
     assert before["model:spare:usd"] > 0
     for name in ("model:spare:usd", "model:fake:usd"):
         assert before[name] / NANO == pytest.approx(spent[name], abs=1e-8)
@@ -401,7 +401,7 @@ async def test_long_answers_cannot_exceed_the_budget(
     served = [entry for entry in server.entries if entry.outcome == "served"]
     assert OUTPUT_MAX in {entry.max_tokens for entry in served}
     assert all(e.completion_tokens <= (e.max_tokens or 0) < ANSWER_TOKENS for e in served)
-    before = Bench(tmp_path, server).spent_before(config)
+    before = Bench(tmp_path, server).sum_earlier_spending(config)
     if "budget_tokens" in budget:
         assert before["run:tokens"] == spent
     else:  # cached tokens without a price count with their upper bound

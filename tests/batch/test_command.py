@@ -9,7 +9,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from batch_runner import settle
+from batch_runner import resolve_settings
 from hermes_rl.cli import main
 
 GOOD = '{"id": "a", "prompt": "Do it", "oracle": "echo 1 > x", "verify": "cd /workspace"}\n'
@@ -105,5 +105,5 @@ def test_help_imports_no_heavy_packages() -> None:
 def test_the_resume_command_is_quoted_for_the_shell(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
     config = kit.make_config(tmp_path, [], model={"name": "noop"}, run={"out": str(out)})
-    arguments = shlex.split(settle(config).resume)
+    arguments = shlex.split(resolve_settings(config).resume)
     assert arguments == ["hermes-rl", "run", "--config", f"{out}/run.yaml"]

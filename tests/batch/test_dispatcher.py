@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from batch_runner import (
-    ALONE_SLOTS,
+    ISOLATED_SLOTS,
     START_TRIES,
     Dispatcher,
     Fleet,
@@ -33,10 +33,10 @@ from hermes_rl.usage import UsageTotal
 HASH = "c" * 64
 
 
-def item(number: int = 0, *, alone: bool = False) -> WorkItem:
+def item(number: int = 0, *, isolated: bool = False) -> WorkItem:
     return WorkItem(
         unit_id=f"{number:032}", group_id="g", epoch=1, attempt=0, repeat=0, row_index=0,
-        task_id="t", task=None, task_hash="h", seed=0, alone=alone,
+        task_id="t", task=None, task_hash="h", seed=0, isolated=isolated,
     )  # fmt: skip
 
 
@@ -133,15 +133,15 @@ class Scenario:
         self.changed.set()
         return []
 
-    def heard(self, requests: int, throttled: int) -> None: ...
+    def count_requests(self, requests: int, throttled: int) -> None: ...
 
-    def lost(self, writer: str, why: str) -> None:
+    def report_lost_worker(self, writer: str, why: str) -> None:
         self.notes.append(f"{writer}: {why}")
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def fault(self, cause: str, text: str) -> None:
+    def report_fault(self, cause: str, text: str) -> None:
         self.faults.append((cause, text))
         self.moved.set()
 
@@ -151,7 +151,7 @@ class Scenario:
             await self.changed.wait()
         if not self.open_items:
             return None
-        self.waiting += self.open_items[-1].alone
+        self.waiting += self.open_items[-1].isolated
         return self.open_items.pop()
 
     waiting: int = 0
@@ -164,10 +164,10 @@ class Scenario:
         self.received.append(receipt.unit_id)
         for units in self.sent.values():
             gone = units.pop(receipt.unit_id, None)
-            self.waiting -= gone is not None and gone.alone
+            self.waiting -= gone is not None and gone.isolated
         self.changed.set()
 
-    async def leave(self, unit_id: str, reason: str) -> None:
+    async def leave_open(self, unit_id: str, reason: str) -> None:
         self.left_open[unit_id] = reason
         for units in self.sent.values():
             units.pop(unit_id, None)
@@ -317,17 +317,17 @@ async def test_a_damaged_journal_stops_the_run_after_running_rollouts() -> None:
 
 
 async def test_isolated_units_share_two_extra_slots() -> None:
-    scenario = Scenario(open_items=[item(n, alone=True) for n in range(7)])
+    scenario = Scenario(open_items=[item(n, isolated=True) for n in range(7)])
     await scenario.run()
     assert len(scenario.received) == 7
     assert scenario.started == 2 + 7, "each has a fresh one"
-    assert scenario.peak <= 2 + ALONE_SLOTS
+    assert scenario.peak <= 2 + ISOLATED_SLOTS
 
 
 async def test_an_isolated_unit_without_a_worker_waits_for_the_next_start() -> None:
     scenario = Scenario(
         refused={n: UserError("no memory") for n in range(3, 99)},
-        open_items=[item(0), item(1, alone=True)],
+        open_items=[item(0), item(1, isolated=True)],
     )
     await scenario.run()
     assert scenario.received == [item(0).unit_id]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import kit
 import pytest
 
-from batch_runner import capabilities, read_manifest, run_batch, settle, write_manifest
+from batch_runner import capabilities, read_manifest, resolve_settings, run_batch, write_manifest
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
 from hermes_rl.models.providers import EndpointReport
@@ -19,7 +19,9 @@ from hermes_rl.wiring import reach
 
 async def test_manifest_keeps_entries_and_updates_the_dataset_fingerprint(tmp_path: Path) -> None:
     dataset = tmp_path / "tasks.jsonl"
-    settings = settle(kit.make_config(tmp_path, [{"prompt": "p"}], model={"name": "noop"}))
+    settings = resolve_settings(
+        kit.make_config(tmp_path, [{"prompt": "p"}], model={"name": "noop"})
+    )
     async with await open_run(settings.out, settings.identity) as driver:
         write_manifest(driver, settings, {"rate_limits": [{"limit": 7}], "plan": {"units": 1}})
         write_manifest(driver, settings, {"rate_limits": []})

@@ -10,7 +10,7 @@ import kit
 import msgspec
 import pytest
 
-from batch_runner import Silent, arun_batch, as_config, run_batch, settings, settle
+from batch_runner import Silent, arun_batch, as_config, resolve_settings, run_batch, settings
 from hermes_rl.cli import main
 from hermes_rl.errors import ExitCode, StoreError
 from hermes_rl.store import Epoch, load_run
@@ -26,7 +26,7 @@ def config(folder: Path, **agent: Any) -> dict[str, Any]:
 
 def write_run(folder: Path, change: Change) -> dict[str, Any]:
     """Write the first epoch of a run by a version with another identity."""
-    identity = settle(as_config(config(folder))).identity
+    identity = resolve_settings(as_config(config(folder))).identity
     change(identity)
     epoch = Epoch(epoch=1, schema_version=1, run_id="r" * 32, identity=identity)
     (folder / "run" / "epochs").mkdir(parents=True)
@@ -47,7 +47,7 @@ def make_older(identity: dict[str, Any]) -> None:
 def test_a_run_of_another_version_resumes_with_its_own_defaults(tmp_path: Path) -> None:
     write_run(tmp_path, make_older)
     for _ in range(2):
-        settings = settle(as_config(config(tmp_path)))
+        settings = resolve_settings(as_config(config(tmp_path)))
         switches = settings.config.agent.switches
         off = {"repair_history": False, "tool_loop_limit": None, "command_timeout_s": 180}
         assert switches == off

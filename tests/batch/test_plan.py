@@ -85,7 +85,7 @@ async def test_plan_skips_done_and_given_up_units() -> None:
     ledger.apply(units[4].unit_id, 0, done=False, cause="driver_lost")
     plan = Plan(reader(rows), ledger, epoch=5)
     items = await plan.take()
-    assert [(i.row_index, i.attempt, i.alone) for i in items] == [
+    assert [(i.row_index, i.attempt, i.isolated) for i in items] == [
         (3, 2, True),
         (4, 1, False),
         (5, 0, False),
@@ -108,7 +108,7 @@ async def test_reader_skips_rows_with_all_repeats_done() -> None:
         (2, 0),
         (2, 1),
     ]
-    assert (source.rows, source.passed, source.ended) == (5, 8, True)
+    assert (source.rows, source.skipped, source.ended) == (5, 8, True)
     plan = Plan(reader(rows), ledger, epoch=5)
     (item,) = await plan.take()
     assert (item.row_index, item.repeat, item.attempt) == (2, 1, 0)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_runner import RayWorker, Reply, WorkerLost, connected, decode_reply
+from batch_runner import RayWorker, Reply, WorkerLost, connect_ray, decode_reply
 from hermes_rl.errors import UserError
 from hermes_rl.events import AttemptKey, Begun, Ended
 from hermes_rl.record import Call
@@ -56,7 +56,7 @@ def failing_ray(
 
 @pytest.mark.parametrize("failing_ray", [1], indirect=True)
 def test_a_failed_ray_start_is_retried_once(failing_ray: FailingRay) -> None:
-    with connected(3) as watchdog:
+    with connect_ray(3) as watchdog:
         assert watchdog is not None
         first, second = failing_ray.started
         assert first.wait(30) == -9, "the process of the failed start"
@@ -67,7 +67,7 @@ def test_a_failed_ray_start_is_retried_once(failing_ray: FailingRay) -> None:
 
 @pytest.mark.parametrize("failing_ray", [9], indirect=True)
 def test_two_failed_ray_starts_are_one_error_line(failing_ray: FailingRay) -> None:
-    with pytest.raises(UserError) as caught, connected(1):
+    with pytest.raises(UserError) as caught, connect_ray(1):
         pass
     assert str(caught.value) == (
         "cannot start Ray: The node timed out during startup. Use --workers 0"
@@ -81,7 +81,7 @@ def test_a_wrong_ray_address_is_tried_once(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(UserError, match=r"cannot reach RAY_ADDRESS 127\.0\.0\.1:1: .* unset it"):
-        connected(1).__enter__()
+        connect_ray(1).__enter__()
     assert len(failing_ray.options) == 1
 
 
@@ -129,7 +129,7 @@ async def test_a_worker_without_heartbeat_while_publishing_is_lost(killed: list[
 CHILD = """
 import os, subprocess, sys, time
 import ray
-from batch_runner.pool import connected
+from batch_runner.pool import connect_ray
 
 def parent_of(pid):
     with open(f"/proc/{pid}/stat") as file:
@@ -141,7 +141,7 @@ class Actor:
         child = subprocess.Popen(["sleep", "60"], start_new_session=True)
         return os.getpid(), child.pid
 
-with connected(1):
+with connect_ray(1):
     actor = Actor.options(num_cpus=0).remote()
     pid, child = ray.get(actor.start.remote())
     ray.kill(actor)

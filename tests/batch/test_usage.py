@@ -21,7 +21,7 @@ import kit
 import pytest
 import yaml
 
-from batch_runner import Prices, budgets_of, spent_before
+from batch_runner import Prices, budgets_of, sum_earlier_spending
 from hermes_rl.cli import main, row_faults
 from hermes_rl.models.rate import NANO
 from hermes_rl.store import RunDir
@@ -304,7 +304,9 @@ async def test_unknown_calls_of_a_fallback_count_with_the_price_of_the_fallback(
     assert known == pytest.approx(answered[0]["cost_usd"], abs=1e-6)
     assert "cost: <$0.01 + 1 calls unpriced" in report.lines()[1]
     budgets = json.loads((tmp_path / "run" / "manifest.json").read_bytes())["budgets"]
-    before = spent_before(RunDir(tmp_path / "run"), budgets_of(config), Prices(config).worst)
+    before = sum_earlier_spending(
+        RunDir(tmp_path / "run"), budgets_of(config), Prices(config).worst
+    )
     for budget in ("run:usd", "model:spare:usd"):
         assert before[budget] / NANO == pytest.approx(budgets[budget]["spent"], abs=1e-8)
     assert before["model:main:usd"] == budgets["model:main:usd"]["spent"] == 0

@@ -93,15 +93,15 @@ async def start(worker: int, capacity: int) -> StandIn:
 class Deaf:
     """Hears nothing; fails loudly."""
 
-    def heard(self, requests: int, throttled: int) -> None: ...
+    def count_requests(self, requests: int, throttled: int) -> None: ...
 
-    def lost(self, writer: str, why: str) -> None:
+    def report_lost_worker(self, writer: str, why: str) -> None:
         raise AssertionError(why)
 
     def note(self, text: str) -> None:
         raise AssertionError(text)
 
-    def fault(self, cause: str, text: str) -> None:
+    def report_fault(self, cause: str, text: str) -> None:
         raise AssertionError(text)
 
 

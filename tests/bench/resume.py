@@ -41,14 +41,14 @@ def config(folder: str) -> dict[str, object]:
 
 def make(folder: str, units: int) -> None:
     """A dataset and its run directory, all done; one unit in ten took a second attempt."""
-    from batch_runner import open_reader, settle
+    from batch_runner import open_reader, resolve_settings
     from hermes_rl.config import parse_config
 
     with open(f"{folder}/rows.jsonl", "w") as out:
         for n in range(units):
             row = {k: v.format(n) if isinstance(v, str) else v for k, v in ROW.items()}
             out.write(json.dumps({"id": f"count-{n}", **row}) + "\n")
-    settings = settle(parse_config(config(folder), "resume.py"))
+    settings = resolve_settings(parse_config(config(folder), "resume.py"))
     asyncio.run(_begin(f"{folder}/run", settings.identity))
     reader = open_reader(settings)
     for batch in range(-(-units // ROWS)):

@@ -187,7 +187,7 @@ def memory(bench: Bench) -> Row:
     )
 
 
-def at_once(bench: Bench) -> Row:
+def run_concurrently(bench: Bench) -> Row:
     """As many agents as asked for, all alive in one moment."""
     boxed, alone = bench.sizes.held
     with bench.server("--latency", str(2 * HELD_S)) as url:
@@ -444,7 +444,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "wall": wall,
     "calls": calls,
     "memory": memory,
-    "at-once": at_once,
+    "at-once": run_concurrently,
     "sandbox": sandbox_verbs,
     "containers": containers,
     "start": start_up,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batch_runner import Report, Silent, arun_batch, spent_before
+from batch_runner import Report, Silent, arun_batch, sum_earlier_spending
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.messages import AssistantMessage, UserMessage, text_of
 from hermes_rl.models.rate import RUN_TOKENS
@@ -101,7 +101,7 @@ def tokens(rows: list[dict[str, Any]]) -> int:
 
 def tokens_spent(out: Path) -> int:
     """Return the tokens that all starts of a run have spent, as its budget counts them."""
-    return spent_before(RunDir(out), [RUN_TOKENS], lambda *_: None)[RUN_TOKENS]
+    return sum_earlier_spending(RunDir(out), [RUN_TOKENS], lambda *_: None)[RUN_TOKENS]
 
 
 def start_server(**plays: Any) -> FakeServer:

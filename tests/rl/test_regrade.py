@@ -266,8 +266,8 @@ async def test_a_task_with_another_verifier_is_graded_and_another_prompt_is_not(
     assert (done.graded, done.edited_task, done.other_task) == (6, 4, 4)
     grades = {grade["task_id"]: grade["reward"] for grade in lab.rows("grades")}
     assert grades == {name: reward for name, (_, reward) in EDITS.items() if reward is not None}
-    assert any("4 are of a task whose verifier" in line for line in done.lines())
-    assert any("4 are of a task that is another one" in line for line in done.lines())
+    assert any("4 belong to a task whose verifier" in line for line in done.lines())
+    assert any("4 belong to a task that has changed" in line for line in done.lines())
     after = RunDir(lab.out).epoch(2)
     assert after.max_attempts == before.max_attempts == 7
     assert after.meta["config_hash"] == before.meta["config_hash"]
@@ -420,7 +420,10 @@ async def compute_reward(self, task, trajectory, ctx):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ({}, "kept no workspaces, so nothing of it can be graded again. Make the run in another"),
+        (
+            {},
+            "kept no workspaces, so none of its rollouts can be graded again. Make the run in another",
+        ),
         ({"keep_workspaces": True}, "nothing could be graded (exit 2)"),
     ],
 )

@@ -22,7 +22,7 @@ from runs import (
     table,
 )
 
-from batch_runner import settle
+from batch_runner import resolve_settings
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.rl import first_tasks
 from hermes_rl.store import load_run
@@ -182,7 +182,9 @@ def test_identity_covers_code_data_configuration_and_models(tmp_path: Path) -> N
     (package / "words.txt").write_text("one two")
 
     def identity(**section: Any) -> str:
-        return settle(make_config(package, tmp_path / "run", None, env=section)).config_hash
+        return resolve_settings(
+            make_config(package, tmp_path / "run", None, env=section)
+        ).config_hash
 
     first = identity()
     (package / "README.md").write_text("New words for people.")
@@ -203,7 +205,7 @@ def test_identity_covers_code_data_configuration_and_models(tmp_path: Path) -> N
 
 def test_an_environment_sets_defaults_of_the_run(tmp_path: Path) -> None:
     def settled(**sections: Any) -> Any:
-        return settle(make_config(MATH, tmp_path / "run", None, **sections)).config
+        return resolve_settings(make_config(MATH, tmp_path / "run", None, **sections)).config
 
     plain = settled()
     assert (plain.dataset.repeats, plain.agent.preset, plain.agent.toolsets) == (4, "rl", ())

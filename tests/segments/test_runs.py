@@ -60,7 +60,7 @@ async def test_answers_that_look_like_calls_are_reported(finished_run, capsys):
     assert any("3 answers look like tool calls" in line for line in _REPORT)
     code, out, _ = check(str(finished_run), capsys=capsys)
     assert code == 0
-    assert "3 answers look like tool calls that nobody parsed" in out
+    assert "3 answers look like tool calls that were not parsed" in out
 
 
 async def test_an_unparsable_call_keeps_its_text_and_its_tokens(finished_run, folder):
@@ -101,7 +101,7 @@ async def test_the_check_explains_a_bridged_run(finished_run, folder, capsys):
     assert code == 0, err
     assert "t0 #0 branch 0 (main): turns 1-3" in out
     assert "bridged" in out
-    assert "histories forked (0.0%); 3 answers look like tool calls that nobody parsed" in out
+    assert "histories forked (0.0%); 3 answers look like tool calls that were not parsed" in out
     assert out.rstrip().endswith("no faults")
     again = ("--tokens", "--tokenizer", str(folder / "tokenizer"))
     code, out, err = check(str(finished_run), *again, capsys=capsys)
