@@ -10,10 +10,10 @@ from hermes_rl.lazy import attach
 if TYPE_CHECKING:
     from hermes_rl.cli import doctor_command, run_command, status_command
     from hermes_rl.cli.check_command import command
-    from hermes_rl.cli.check_dataset import refusals
+    from hermes_rl.cli.check_dataset import find_script_errors
     from hermes_rl.cli.check_run import faults_of, row_faults
     from hermes_rl.cli.doctor_command import Query, models
-    from hermes_rl.cli.errors import guarded
+    from hermes_rl.cli.errors import run_guarded
     from hermes_rl.cli.render import visible
     from hermes_rl.cli.status_command import read_status
 else:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         escape_unprintable()
         return run_app(argv)
-    except KeyboardInterrupt:  # while modules are loaded; commands see to theirs themselves
+    except KeyboardInterrupt:  # during imports; commands handle it themselves
         return 130
 
 
@@ -39,7 +39,7 @@ def env_main(package: str | None) -> int:
     """`python -m PACKAGE process ...` is `hermes-rl env process PACKAGE ...`.
 
     Args:
-        package: of an environment: its `__main__`'s `__package__`.
+        package: `__package__` of the `__main__` module of an environment.
     """
     import sys
 

@@ -1,4 +1,4 @@
-"""All commands by name. A command's module is imported only when that command is asked for.
+"""All commands by name. The module of a command is imported only when it is called.
 
 Command NAME lives in `hermes_rl/cli/NAME_command.py` and offers either `command`, a typed function
 that returns the exit code (None is 0), or `app`, a `typer.Typer` of subcommands.
@@ -26,17 +26,17 @@ COMMANDS = {
     "run": "generate trajectories from a dataset; the same command resumes",
     "play": "be the agent: same sandbox, files, limits and verifier",
     "show": "the table of a run, or one trajectory",
-    "status": "what is going on, from any other terminal",
-    "check": "find bad rows before a token is spent; check a run's books",
+    "status": "the state of a run, from any other terminal",
+    "check": "find bad rows before a token is spent; check the records of a run",
     "export": "a run in another format, with a loss report",
     "import": "another program's trajectories as a run",
     "env": "RL environments: list, process, evaluate, regrade, new",
     "images": "images for sandboxes: list, pull, import, build, prune",
     "sandboxes": "sandboxes on this machine: list, and reap what dead workers left",
     "sessions": "kept conversations: list, show, search, export, import, prune",
-    "doctor": "what is there, what works on this machine, what to install",
+    "doctor": "what works on this machine, and what to install",
 }
-"""Command -> its line in `hermes-rl --help`; a command without a module is not offered."""
+"""Command -> its line in `hermes-rl --help`; commands without a module are not listed."""
 
 _HELP = """\
 Usage: hermes-rl COMMAND [OPTIONS]
@@ -56,7 +56,7 @@ Example: hermes-rl run tasks.jsonl --model gpt-5-mini --repeats 4
 
 
 _COMPLETE = "_HERMES_RL_COMPLETE"
-"""Set by a shell that wants a line completed."""
+"""Set by a shell that completes a line."""
 
 _COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
 
@@ -76,19 +76,19 @@ def run_app(argv: Sequence[str] | None = None) -> int:
     if name not in available():
         print(f"error: {_unknown(name)}. See {PROGRAM} --help", file=sys.stderr)
         return ExitCode.BAD_INPUT
-    from hermes_rl.cli.errors import guarded
+    from hermes_rl.cli.errors import run_guarded
 
-    return guarded(_command(name, rest), f"{PROGRAM} {name}")
+    return run_guarded(_command(name, rest), f"{PROGRAM} {name}")
 
 
 def _complete(args: list[str]) -> int:
-    """Answer the shell that completes a line, or set completion up: typer does both."""
+    """Complete a line for the shell, or install completion."""
     import typer
 
     typed = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
     app = typer.Typer(rich_markup_mode=None)
     for name in available():
-        if name not in typed[1:2]:  # its options are not wanted: its module is not imported
+        if name not in typed[1:2]:  # its options are not needed
             app.command(name, help=COMMANDS[name])(lambda: None)
             continue
         module = importlib.import_module(_module(name))
@@ -152,14 +152,14 @@ _HANDLER = "hermes_rl.escape"
 
 
 def escape_unprintable() -> None:
-    """Let stdout and stderr write `\\u2026` for what their encoding cannot say: JSON stays JSON."""
-    codecs.register_error(_HANDLER, _escaped)
+    """Let stdout and stderr escape characters that their encoding lacks, as in JSON."""
+    codecs.register_error(_HANDLER, _escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_HANDLER)
 
 
-def _escaped(error: UnicodeError) -> tuple[str, int]:
+def _escape(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end

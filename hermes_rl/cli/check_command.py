@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hermes_rl.cli.run_command import column_map
+from hermes_rl.cli.run_command import parse_column_map
 from hermes_rl.errors import ExitCode, HermesError, UserError
 from hermes_rl.store import is_run
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from hermes_rl.tasks import TaskRow
 
 COUNTED_EVERY_S = 2.0
-"""How often a long check says how far it is."""
+"""Interval of the progress lines of a long check."""
 
 SHOWN = 50
-"""Faults that are printed one by one."""
+"""Maximum number of faults that are printed."""
 
 
 _Sandbox = Annotated[
@@ -46,16 +46,16 @@ def command(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first rows")] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="a run: save damaged journals, move duplicates")
+        bool, typer.Option("--repair", help="a run: recover damaged journals, move duplicates")
     ] = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="a run: exact ids, row by row, and why they forked")
     ] = False,
     masks: Annotated[
-        bool, typer.Option("--masks", help="a run: what of the model's words would be trained")
+        bool, typer.Option("--masks", help="a run: which tokens of the model would be trained")
     ] = False,
     secrets: Annotated[
-        bool, typer.Option("--secrets", help="a run: what looks like a key or password in it")
+        bool, typer.Option("--secrets", help="a run: texts that look like keys or passwords")
     ] = False,
     tokenizer: Annotated[
         list[str] | None,
@@ -63,7 +63,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="findings as one JSON object")] = False,
 ) -> int:
-    """Find what is wrong before it costs.
+    """Find errors before they cost money.
 
     \b
     hermes-rl check my.jsonl              every bad row with its line; scripts through bash -n
@@ -92,21 +92,25 @@ def command(
     section = {name: value for name, value in where.items() if value}
     if section and not run:
         raise UserError("--sandbox, --hosts and --image are for --run")
-    return _check_dataset(target, column_map(columns), limit, section if run else None, as_json)
+    return _check_dataset(
+        target, parse_column_map(columns), limit, section if run else None, as_json
+    )
 
 
 def _check_dataset(
     dataset: str,
     columns: dict[str, str],
     limit: int | None,
-    played_in: Mapping[str, Any] | None,
+    sandbox_section: Mapping[str, Any] | None,
     as_json: bool,
 ) -> int:
     from hermes_rl.cli import check_dataset
     from hermes_rl.sources import read_tasks
     from hermes_rl.task_folders import network_wish
 
-    found = check_dataset.look(_counted(read_tasks(dataset, columns=columns, limit=limit)))
+    found = check_dataset.inspect_rows(
+        _print_progress(read_tasks(dataset, columns=columns, limit=limit))
+    )
     if not found.rows:
         raise UserError(f"{dataset}: the dataset holds no rows. Check the file, or --limit")
     found.absent = asyncio.run(check_dataset.absent_programs(found.requires))
@@ -122,24 +126,24 @@ def _check_dataset(
         "network": network_wish(Path(dataset).expanduser(), limit),
     }
     if not as_json:
-        _say_faults(found.faults)
+        _print_faults(found.faults)
         print(_dataset_line(dataset, result))
     good = not found.faults
-    if played_in is not None:
+    if sandbox_section is not None:
         result["played"] = {}
-        for played in check_dataset.play_all(dataset, columns, limit, played_in):
+        for played in check_dataset.play_all(dataset, columns, limit, sandbox_section):
             name = played.play.name
             result["played"][name] = {"tasks": played.tasks, "wrong": played.wrong}
             good = good and not played.wrong
             if not as_json:
-                _say_played(name, played.play.wanted, played.tasks, played.wrong)
+                _print_play_result(name, played.play.wanted, played.tasks, played.wrong)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     return ExitCode.DONE if good else ExitCode.BAD_INPUT
 
 
-def _counted(rows: Iterator[TaskRow]) -> Iterator[TaskRow]:
-    """The same rows; how many there were so far is printed now and then."""
+def _print_progress(rows: Iterator[TaskRow]) -> Iterator[TaskRow]:
+    """Yield the rows, and print their number at intervals."""
     due = time.monotonic() + COUNTED_EVERY_S
     for number, row in enumerate(rows, start=1):
         yield row
@@ -148,7 +152,7 @@ def _counted(rows: Iterator[TaskRow]) -> Iterator[TaskRow]:
             due = time.monotonic() + COUNTED_EVERY_S
 
 
-def _say_faults(faults: list[str]) -> None:
+def _print_faults(faults: list[str]) -> None:
     for fault in faults[:SHOWN]:
         print(f"error: {fault}", file=sys.stderr)
     if len(faults) > SHOWN:
@@ -182,7 +186,7 @@ def _dataset_line(dataset: str, result: dict[str, Any]) -> str:
     return line
 
 
-def _say_played(name: str, wanted: float, tasks: int, wrong: list[str]) -> None:
+def _print_play_result(name: str, wanted: float, tasks: int, wrong: list[str]) -> None:
     mark = "ok" if not wrong else f"{len(wrong)} wrong"
     print(f"{name:<20} {tasks:>5} tasks, reward must be {wanted:g}: {mark}", flush=True)
     for line in wrong[:SHOWN]:
@@ -205,13 +209,13 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
     stats, why = None, ""
     try:
         stats = load_run(path).stats
-    except (HermesError, OSError, ValueError) as error:  # damaged: the faults say what
+    except (HermesError, OSError, ValueError) as error:  # damaged: see the faults
         why = f"{path}: cannot be added up ({error}); {len(faults) or 'no'} faults"
         faults = faults or [why]
     if as_json:
         print(json.dumps({"faults": faults, "stats": stats}, ensure_ascii=False))
     else:
-        _say_faults(faults)
+        _print_faults(faults)
         print(why if stats is None else _usage_line(path, stats, len(faults)))
     return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
 
@@ -224,7 +228,7 @@ def _check_secrets(path: Path, as_json: bool) -> int:
         result = {"secrets": found, "archives_not_searched": archives}
         print(json.dumps(result, ensure_ascii=False))
     else:
-        _say_faults(found)
+        _print_faults(found)
         note = f"; {archives:,} archives of workspaces were not searched" if archives else ""
         print(f"{path}: {len(found) or 'no'} secrets found{note}")
     return ExitCode.DONE if not found else ExitCode.BAD_INPUT
@@ -233,7 +237,7 @@ def _check_secrets(path: Path, as_json: bool) -> int:
 def _usage_line(path: Path, stats: dict[str, Any], faults: int) -> str:
     tokens, calls = stats["tokens"], stats["calls"]
     unknown = calls["unknown"]
-    bound = "" if not unknown else f"; {unknown} calls whose usage could not be learnt"
+    bound = "" if not unknown else f"; {unknown} calls of unknown usage"
     if unparsed := calls.get("suspected_unparsed"):
         bound += f"; {unparsed:,} answers look like tool calls that were not parsed"
     return (

@@ -1,5 +1,5 @@
-"""Looking at a dataset before a token is spent: bad rows, scripts, programs; and playing it: its
-oracles, doing nothing, and the cheats."""
+"""Checks a dataset before a run: bad rows, scripts, programs; and plays it with oracles, no-ops and
+cheats."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from hermes_rl.testing import BUNDLES, CHEATS, bundle
 from hermes_rl.tools import get_distribution, tool_names
 
 _SCRIPTS_AT_ONCE = 512
-"""Scripts that one bash parses."""
+"""Scripts that are parsed by one bash."""
 
 _DOCUMENT = re.compile(r"<<-?[ \t]*(['\"]?)\\?([A-Za-z_]\w*)\1")
 
 
 @dataclass
 class Findings:
-    """What a look at a dataset found."""
+    """Findings about a dataset."""
 
     rows: int = 0
     verified: int = 0
     oracles: int = 0
     repeated: int = 0
-    """Rows whose content stood before: kept as units of their own."""
+    """Rows identical to an earlier one; they are separate units."""
     faults: list[str] = field(default_factory=list)
     """`place: what is wrong`, one line each."""
     unplaced: list[str] = field(default_factory=list)
-    """Places of verifiers that never name the workspace, although they start outside it."""
+    """Places of verifiers that do not name the workspace, although they start outside it."""
     requires: set[str] = field(default_factory=set)
     absent: list[str] = field(default_factory=list)
 
 
-def look(rows: Iterable[TaskRow]) -> Findings:
-    """Read every row: bad rows, unknown tools, scripts that bash cannot parse, needed programs, and
-    ids that two different rows have."""
+def inspect_rows(rows: Iterable[TaskRow]) -> Findings:
+    """Read every row. Finds bad rows, unknown tools, scripts that bash cannot parse, required
+    programs, and ids of different rows that are equal."""
     found = Findings()
     seen: set[bytes] = set()
     ids: dict[str, tuple[bytes, str]] = {}
@@ -81,10 +81,10 @@ def _count(row: TaskRow, found: Findings, seen: set[bytes], faults: list[tuple[i
 
 
 def duplicate_id(row: TaskRow, ids: dict[str, tuple[bytes, str]]) -> Iterator[str]:
-    """Whether an earlier row of other content has the row's id.
+    """Whether an earlier row with other content has the same id.
 
     Args:
-        ids: of the earlier rows: content and place of the first row with the id.
+        ids: id -> content and place of the first row with it.
     """
     if row.task is None:
         return
@@ -95,14 +95,14 @@ def duplicate_id(row: TaskRow, ids: dict[str, tuple[bytes, str]]) -> Iterator[st
 
 
 def _names_workspace(verifier: Verify) -> bool:
-    if verifier.mounts:  # a task folder's, which goes to its own directory
+    if verifier.mounts:  # of a task folder, which changes to its own directory
         return True
     texts = [verifier.script.encode("utf-8", "replace"), *verifier.files.values()]
     return any(b"WORKSPACE" in text or b"/workspace" in text for text in texts)
 
 
 def unknown_tools(task: Task | None) -> Iterator[str]:
-    """What a run would say of a row's own toolsets and distribution, which end its unit."""
+    """Errors in the toolsets and the distribution of a row, which would fail its unit."""
     if task is None:
         return
     try:
@@ -114,47 +114,47 @@ def unknown_tools(task: Task | None) -> Iterator[str]:
 
 
 def _unparsable(kept: Iterable[tuple[int, str, str, str]]) -> Iterator[tuple[int, str]]:
-    """What bash says of scripts that it refuses.
+    """Errors of scripts that bash refuses.
 
     Args:
         kept: row number, place, column and script.
     """
     kept = list(kept)
-    refused = refusals(dict.fromkeys(script for *_, script in kept))
+    refused = find_script_errors(dict.fromkeys(script for *_, script in kept))
     for index, place, name, script in kept:
         if script in refused:
             yield index, f"{place}: '{name}' is not a bash script: {refused[script]}"
 
 
-def refusals(many: Iterable[str]) -> dict[str, str]:
-    """Script -> why `bash -n` refuses it, for those that it refuses.
+def find_script_errors(many: Iterable[str]) -> dict[str, str]:
+    """Script -> the error of `bash -n`, for scripts with one.
 
-    Starting bash costs more than parsing: scripts are parsed together as long as all are good.
+    Starting bash is slower than parsing: scripts are parsed together while all are valid.
     """
     together: list[str] = []
     alone: list[str] = []
     for script in many:
         (together if _ends_its_documents(script) else alone).append(script)
-    refused = {script: why for script in alone if (why := _refusal(script))}
+    refused = {script: why for script in alone if (why := _script_error(script))}
     groups = [together]
     while groups:
         group = groups.pop()
-        # Of some errors bash only speaks, and exits with 0.
-        if len(group) > 1 and _bash_reads("".join(map(_framed, group))).stderr:
+        # bash reports some errors and exits with 0.
+        if len(group) > 1 and _parse_with_bash("".join(map(_frame, group))).stderr:
             groups += [group[: len(group) // 2], group[len(group) // 2 :]]
-        elif len(group) == 1 and (why := _refusal(group[0])):
+        elif len(group) == 1 and (why := _script_error(group[0])):
             refused[group[0]] = why
     return refused
 
 
-def _framed(script: str) -> str:
-    """A script that its neighbours cannot complete: whatever it leaves open (a loop, a bracket, a
-    quote) meets an end that does not fit, or a parenthesis where none may stand."""
+def _frame(script: str) -> str:
+    """Frame a script so that others cannot complete it: anything that it leaves open (a loop, a
+    bracket, a quote) meets a wrong end, or a parenthesis that is not allowed."""
     return f"(\nwhile :\ndo :\n{script}\n# )) ) ( }} (\ndone\n)\n: 'a (' \"b (\" `c (`\n"
 
 
 def _ends_its_documents(script: str) -> bool:
-    """Whether each here-document surely ends within the script: else it would swallow the next."""
+    """Whether each here-document ends within the script, and cannot include the next script."""
     text = script.replace("<<<", "")
     begun = list(_DOCUMENT.finditer(text))
     return text.count("<<") == len(begun) and all(
@@ -162,15 +162,15 @@ def _ends_its_documents(script: str) -> bool:
     )
 
 
-def _refusal(script: str) -> str | None:
-    done = _bash_reads(script)
+def _script_error(script: str) -> str | None:
+    done = _parse_with_bash(script)
     if not done.returncode:
         return None
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
     return lines[0].removeprefix("bash: ") if lines else "refused"
 
 
-def _bash_reads(text: str) -> subprocess.CompletedProcess[bytes]:
+def _parse_with_bash(text: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         ["bash", "-n"], input=text.encode("utf-8", "replace"), capture_output=True
     )
@@ -186,7 +186,7 @@ def scripts(task: Task | None) -> list[tuple[str, str]]:
 
 
 async def absent_programs(programs: Iterable[str]) -> list[str]:
-    """Which of these programs the default sandbox lacks. Raises: SandboxStartError."""
+    """Find programs that the default sandbox lacks. Raises: SandboxStartError."""
     wanted = sorted(programs)
     if not wanted:
         return []
@@ -207,43 +207,44 @@ async def absent_programs(programs: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Play:
-    """One way of playing every task, and the reward that each must then have."""
+class PlayMode:
+    """A way of playing every task, and the expected reward."""
 
     name: str
     model: str
     wanted: float
     scripts: Mapping[str, str] = field(default_factory=dict)
-    """Played in place of the task's oracle, each of them on every task."""
+    """PlayResult instead of the oracle, each on every task."""
     sandbox: Mapping[str, Any] = field(default_factory=dict)
     """The section of the configuration."""
 
 
-def plays(sandbox: Mapping[str, Any]) -> list[Play]:
+def play_modes(sandbox: Mapping[str, Any]) -> list[PlayMode]:
     """Oracle 1, no-op 0, cheats 0."""
     bundles = {name: bundle(name) for name in BUNDLES}
     made = [
-        Play("oracle", "oracle", 1.0),
-        Play("no-op", "noop", 0.0),
-        Play(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles),
+        PlayMode("oracle", "oracle", 1.0),
+        PlayMode("no-op", "noop", 0.0),
+        PlayMode(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles),
     ]
     return [replace(play, sandbox=sandbox) for play in made]
 
 
 @dataclass(frozen=True)
-class Played:
-    """What one way of playing gave."""
+class PlayResult:
+    """The result of a `PlayMode`."""
 
-    play: Play
+    play: PlayMode
     tasks: int
     wrong: list[str]
-    """`task: what it should be and what it was`."""
+    """`task: expected and actual result`."""
 
 
 def play_all(
     dataset: str, columns: dict[str, str], limit: int | None, sandbox: Mapping[str, Any]
-) -> Iterator[Played]:
-    """Play every verified task in every way, through the real pipeline. Progress goes to stderr.
+) -> Iterator[PlayResult]:
+    """PlayMode every verified task in every mode, through the real pipeline. Prints progress to
+    stderr.
 
     Args:
         sandbox: the section of the configuration.
@@ -255,14 +256,14 @@ def play_all(
     ]
     _build_images(dataset, limit, str(sandbox.get("backend", "")))
     with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
-        for number, play in enumerate(plays(sandbox)):
+        for number, play in enumerate(play_modes(sandbox)):
             out = Path(scratch) / str(number)
             chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
             yield _play(chosen, play, out)
 
 
 def _build_images(dataset: str, limit: int | None, backend: str) -> None:
-    """Build what a dataset's task folders lack. Its tasks say what could not be built."""
+    """Build missing images of task folders. Tasks report failed builds."""
     path = Path(dataset).expanduser()
     if not path.is_dir():
         return
@@ -275,23 +276,22 @@ def _build_images(dataset: str, limit: int | None, backend: str) -> None:
     build_all(ImageBuilds(missing, engine=engine), sys.stderr)
 
 
-def _play(rows: list[dict[str, Any]], play: Play, out: Path) -> Played:
+def _play(rows: list[dict[str, Any]], play: PlayMode, out: Path) -> PlayResult:
     if not rows:
-        return Played(play, 0, [])
-    wrong = _wrong(_with_scripts(rows, play.scripts), play, out)
+        return PlayResult(play, 0, [])
+    wrong = _play_and_compare(_with_scripts(rows, play.scripts), play, out)
     if play.scripts and wrong:
-        # Now each cheat alone, on the tasks that one of the bundles got the better of.
+        # PlayMode each cheat alone on the tasks that a bundle of cheats passed.
         suspects = [r for r in rows if any(w.startswith(f"{r.get('id')} (") for w in wrong)]
         alone = _with_scripts(suspects, CHEATS) if suspects else []
-        wrong = (_wrong(alone, play, out / "alone") if alone else []) or wrong
+        wrong = (_play_and_compare(alone, play, out / "alone") if alone else []) or wrong
     if play.name == "oracle" and wrong:
-        wrong = _explain(rows, wrong, play, out)
-    return Played(play, len(rows), wrong)
+        wrong = _add_hints(rows, wrong, play, out)
+    return PlayResult(play, len(rows), wrong)
 
 
 def _with_scripts(rows: list[dict[str, Any]], scripts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every row with every script as its oracle, which its id then names; without scripts the
-    rows."""
+    """Every row with every script as its oracle and in its id; the rows without scripts."""
     if not scripts:
         return rows
     return [
@@ -301,7 +301,7 @@ def _with_scripts(rows: list[dict[str, Any]], scripts: Mapping[str, str]) -> lis
     ]
 
 
-def _wrong(rows: list[dict[str, Any]], play: Play, out: Path) -> list[str]:
+def _play_and_compare(rows: list[dict[str, Any]], play: PlayMode, out: Path) -> list[str]:
     rewards = _run(rows, play, out)
     return [
         f"{task}: {why or f'reward {reward}, wanted {play.wanted}'}"
@@ -311,12 +311,11 @@ def _wrong(rows: list[dict[str, Any]], play: Play, out: Path) -> list[str]:
 
 
 def _run(
-    rows: list[dict[str, Any]], play: Play, out: Path
+    rows: list[dict[str, Any]], play: PlayMode, out: Path
 ) -> dict[str, tuple[float | None, str | None]]:
     """Task -> (reward, error), over one run of the batch runner.
 
-    Raises: KeyboardInterrupt, UserError: the run stopped early, so tasks that nobody played would
-    pass for right.
+    Raises: KeyboardInterrupt, UserError: the run stopped early, and the results are incomplete.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "tasks.jsonl"
@@ -353,14 +352,17 @@ def _run(
     return rewards
 
 
-def _explain(rows: list[dict[str, Any]], wrong: list[str], play: Play, out: Path) -> list[str]:
-    """Say of which failing oracles the verifier holds in the agent's own sandbox."""
+def _add_hints(
+    rows: list[dict[str, Any]], wrong: list[str], play: PlayMode, out: Path
+) -> list[str]:
+    """Add a hint to failing oracles whose verifier passes in the sandbox of the agent."""
     failing = {line.partition(":")[0] for line in wrong}
     suspects = [r for r in rows if str(r.get("id")) in failing and isinstance(r["verify"], str)]
     if not suspects:
         return wrong
     replayed = [
-        {**r, "oracle": _in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'} for r in suspects
+        {**r, "oracle": _verify_in_session(r), "verify": 'test -e "$WORKSPACE/.passed"'}
+        for r in suspects
     ]
     again = replace(play, name="oracle, verified in the agent's sandbox")
     rewards = _run(replayed, again, out / "again")
@@ -373,7 +375,8 @@ def _explain(rows: list[dict[str, Any]], wrong: list[str], play: Play, out: Path
     ]
 
 
-def _in_session(row: dict[str, Any]) -> str:
-    """The oracle, then the verifier where the oracle ran; home is the workspace there."""
+def _verify_in_session(row: dict[str, Any]) -> str:
+    """A script with the oracle and then the verifier in its sandbox, whose home is the
+    workspace."""
     verified = f"(cd / && bash -c {shlex.quote(row['verify'])})"
     return f'export WORKSPACE=~\n{row["oracle"]}\n{verified} && touch "$WORKSPACE/.passed"'

@@ -1,12 +1,12 @@
-"""`hermes-rl check RUN --tokens` and `--masks`: a second look at a run's token-exact segments.
+"""`hermes-rl check RUN --tokens` and `--masks`: check the token-exact segments of a run.
 
-`--tokens`: whether the ids in table `segments` are those that were sampled, and where and why a
-history forked. Every rule is checked again on the stored rows; the ids are counted against what the
-servers reported; and with the model's tokenizer the histories are rendered again and compared.
+`--tokens` checks whether the ids in table `segments` were sampled, and where and why histories
+forked. All rules are checked on the stored rows, ids are compared with the reported usage, and with
+the tokenizer of the model histories are rendered again and compared.
 
-`--masks`: whether exactly what the model wrote is masked in. Where ids were recorded, the masks are
-those of table `segments`. For each chat template that is given, they are those that a trainer of
-text has to find: what the template writes between the opening of an assistant's turn and its end.
+`--masks` checks whether exactly the output of the model is masked in: by the masks of table
+`segments`, and for each chat template by the masks that a trainer of text computes from the start
+and the end of assistant turns.
 """
 
 from __future__ import annotations
@@ -41,39 +41,40 @@ from hermes_rl.segments import (
 from hermes_rl.store import MANY_FORKS, RunDir
 
 SHOWN = 50
-"""Rows and faults that are printed one by one; `--json` has them all."""
+"""Maximum number of rows and faults that are printed; `--json` has all."""
 
 
 def check_exact(
     path: Path, tokenizers: Sequence[str], *, tokens: bool, masks: bool, as_json: bool
 ) -> int:
-    """Look at a run's exact tokens and at what would be trained.
+    """Check the exact tokens of a run, and the tokens that would be trained.
 
     Args:
-        tokenizers: folders or hub names: of the run's model, or of its models. Masks are looked
-            at under each.
+        tokenizers: folders or hub names of the models of the run. Masks are checked for each.
 
-    Raises: UserError for a tokenizer that cannot be read, and for a run without what is asked for.
+    Raises: UserError for a tokenizer that cannot be read, and for a run without token ids.
     """
     renderers = {name: load_renderer(name) for name in tokenizers}
     known = Renderers(tuple(renderers.values()))
-    look = Look(known, keep=None if as_json else SHOWN)
+    check = TokenCheck(known, keep=None if as_json else SHOWN)
     recorded_masks, template_masks = (
-        Masks("recorded ids"),
+        MaskCheck("recorded ids"),
         [
-            Masks(name, renderer, "endgeneration" in "".join(renderer.template.sources.values()))
+            MaskCheck(
+                name, renderer, "endgeneration" in "".join(renderer.template.sources.values())
+            )
             for name, renderer in renderers.items()
         ],
     )
     for rollout in rollouts(RunDir(path), texts=bool(renderers)):
         if tokens:
-            look.add(rollout)
+            check.add(rollout)
         if masks:
-            recorded(rollout, recorded_masks, known)
+            add_recorded_masks(rollout, recorded_masks, known)
             for one in template_masks:
-                rendered(rollout, one)
+                add_template_masks(rollout, one)
     checked = [recorded_masks, *template_masks] if masks else []
-    if tokens and not look.counts["captured"] + look.counts["segments"]:
+    if tokens and not check.counts["captured"] + check.counts["segments"]:
         raise UserError(
             f"{path}: no token ids were recorded. Ask for them: --preset rl, or a way to them with "
             "--set endpoint.tokens=WAY"
@@ -82,31 +83,31 @@ def check_exact(
         raise UserError(
             f"{path}: no token ids were recorded. Name a model's template: --tokenizer FOLDER"
         )
-    faults = [*look.all_faults(), *(fault for one in checked for fault in one.verdict())]
+    faults = [*check.all_faults(), *(fault for one in checked for fault in one.verdict())]
     if as_json:
         found: dict[str, Any] = {"faults": faults}
-        found |= {"tokens": look.as_dict()} if tokens else {}
+        found |= {"tokens": check.as_dict()} if tokens else {}
         found |= {"masks": [one.as_dict() for one in checked]} if masks else {}
         print(json.dumps(found))
     else:
-        _print(path, look if tokens else None, checked, faults)
+        _print(path, check if tokens else None, checked, faults)
     return ExitCode.BAD_INPUT if faults else ExitCode.DONE
 
 
-def _print(path: Path, look: Look | None, masks: list[Masks], faults: list[str]) -> None:
-    if look is not None:
-        shown = [*look.forks, *look.others][:SHOWN]
+def _print(path: Path, check: TokenCheck | None, masks: list[MaskCheck], faults: list[str]) -> None:
+    if check is not None:
+        shown = [*check.forks, *check.others][:SHOWN]
         for row in shown:
             print(line_of(row))
-        if look.counts["segments"] > len(shown):
-            print(f"... and {look.counts['segments'] - len(shown):,} more (--json has them all)")
+        if check.counts["segments"] > len(shown):
+            print(f"... and {check.counts['segments'] - len(shown):,} more (--json has them all)")
     for fault in faults[:SHOWN]:
         print(f"error: {fault}", file=sys.stderr)
     if len(faults) > SHOWN:
         print(f"... and {len(faults) - SHOWN} more faults", file=sys.stderr)
-    if look is not None:
-        print(f"{path}: {summary_of(look)}")
-        if (look.fork_rate or 0.0) > MANY_FORKS:
+    if check is not None:
+        print(f"{path}: {summary_of(check)}")
+        if (check.fork_rate or 0.0) > MANY_FORKS:
             print(f"warning: more than {MANY_FORKS:.0%} of histories forked", file=sys.stderr)
     for one in masks:
         if one.spans:
@@ -116,7 +117,7 @@ def _print(path: Path, look: Look | None, masks: list[Masks], faults: list[str])
 Row = dict[str, Any]
 
 _ROWS = ("trajectories", "failures")
-_FEW = (
+_COLUMNS = (
     "task_id",
     "repeat",
     "trajectory_id",
@@ -128,7 +129,7 @@ _FEW = (
     "prompt_sha256",
 )
 _TEXTS = ("messages", "message_info", "tools", "contexts")
-_AT_ONCE = 16
+_ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -136,17 +137,17 @@ class Rollout:
     """A row and its segments."""
 
     row: Row
-    """Of `trajectories` or `failures`; with its texts undecoded."""
+    """Of `trajectories` or `failures`, with JSON columns as text."""
     segments: list[Row]
 
     @property
     def name(self) -> str:
-        """For people: task and repeat."""
+        """Task and repeat, for messages."""
         return f"{self.row['task_id']} #{self.row['repeat']}"
 
     @cached_property
-    def unsound(self) -> list[str]:
-        """What is wrong with single segments; others may then not be looked at further."""
+    def row_errors(self) -> list[str]:
+        """Faults of single segments; other checks require that there are none."""
         return [f"branch {s['branch_index']}: {f}" for s in self.segments for f in row_faults(s)]
 
     @property
@@ -155,7 +156,7 @@ class Rollout:
         return {pair["name"]: pair["value"] for pair in self.row["metrics"]}
 
     def messages(self) -> list[Message]:
-        """The conversation, with the arguments of calls as the model wrote them."""
+        """The conversation with the original arguments of calls."""
         forms = [msgspec.json.decode(text) for text in self.row["messages"]]
         pairs = zip(conversation_from_openai(forms), self.row["message_info"], strict=True)
         return [_with_raw_arguments(message, info["raw_arguments"]) for message, info in pairs]
@@ -168,13 +169,13 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Renderers:
-    """The models that were named to look at a run with; a run may have rows of several."""
+    """The tokenizers of the command; a run may have rows of several models."""
 
     named: Sequence[Renderer] = ()
 
     def of(self, segment: Row) -> Renderer | None:
-        """The one whose tokenizer a row was made with, its template too where there are several.
-        None where it is not among them. Of a row that does not know (ids by chat), the first."""
+        """The renderer with the tokenizer of a row, and its template if possible. None when it is
+        missing; the first one for rows without a tokenizer hash (ids by chat)."""
         made_with = segment["tokenizer_hash"]
         fitting = [one for one in self.named if made_with in (None, one.tokenizer_hash)]
         same = (one for one in fitting if one.template_hash == segment["template_hash"])
@@ -182,12 +183,12 @@ class Renderers:
 
 
 def rollouts(run_dir: RunDir, *, texts: bool = False) -> Iterator[Rollout]:
-    """All published rollouts, those without segments too.
+    """All published rollouts, including those without segments.
 
     Args:
-        texts: read the messages as well.
+        texts: also read the messages.
     """
-    columns = [*_FEW, *(_TEXTS if texts else ())]
+    columns = [*_COLUMNS, *(_TEXTS if texts else ())]
     for stem in sorted({part.name for table in _ROWS for part in run_dir.parts(table)}):
         rows = {
             row["trajectory_id"]: row
@@ -206,7 +207,7 @@ def _rows(run_dir: RunDir, table: str, stem: str, columns: Sequence[str] | None)
     if not place.exists():
         return
     with pq.ParquetFile(place) as file:
-        for batch in file.iter_batches(_AT_ONCE, columns=columns):
+        for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
             yield from batch.to_pylist()
 
 
@@ -221,20 +222,20 @@ def _with_raw_arguments(message: Message, raw: list[str] | None) -> Message:
 
 
 SHOWN_IDS = 3
-"""Ids that are shown on each side of a fork."""
+"""Ids shown on each side of a fork."""
 _ENDED = ("stop", "tool_calls")
 
 
 @dataclass
-class Look:
+class TokenCheck:
     """What a look at a run's tokens found."""
 
     renderers: Renderers = field(default_factory=Renderers)
     faults: list[str] = field(default_factory=list)
     keep: int | None = None
-    """So many explanations of forks are kept, and so many others; None keeps all."""
+    """Maximum number of entries of forks, and of others; None keeps all."""
     forks: list[Row] = field(default_factory=list)
-    """Explanations of segments that forked."""
+    """Entries of segments that forked."""
     others: list[Row] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     excluded: Counter[str] = field(default_factory=Counter)
@@ -244,7 +245,7 @@ class Look:
     again), ended, unended (answers that stopped, with an end token and without)."""
 
     def add(self, rollout: Rollout) -> None:
-        """Look at one rollout."""
+        """Check one rollout."""
         self.counts["rollouts"] += 1
         agents = [c for c in rollout.row["calls"] if c["purpose"] in ("agent", "summary")]
         self.counts["calls"] += sum(call["outcome"] == "ok" for call in agents)
@@ -254,7 +255,7 @@ class Look:
         self.faults += [f"{rollout.name}: {fault}" for fault in faults_of(rollout, self.renderers)]
         for segment in rollout.segments:
             self._count(segment)
-        if not rollout.unsound:
+        if not rollout.row_errors:
             self._explain(rollout)
 
     def _explain(self, rollout: Rollout) -> None:
@@ -262,12 +263,12 @@ class Look:
             renderer = self.renderers.of(segment)
             if renderer is not None:
                 self.counts.update(ends_of(segment, renderer))
-            told = explanation(rollout, segment, renderer)
-            self.counts["identical"] += told.get("renders") == "identical"
-            self.counts["drifting"] += told.get("renders", "identical") != "identical"
-            rows = self.forks if told["verdict"] == "forked" else self.others
+            entry = explanation(rollout, segment, renderer)
+            self.counts["identical"] += entry.get("renders") == "identical"
+            self.counts["drifting"] += entry.get("renders", "identical") != "identical"
+            rows = self.forks if entry["verdict"] == "forked" else self.others
             if self.keep is None or len(rows) < self.keep:
-                rows.append(told)
+                rows.append(entry)
 
     def _count(self, segment: Row) -> None:
         self.counts["segments"] += 1
@@ -280,14 +281,14 @@ class Look:
             self.excluded[segment["exclude_reason"] or "no reason"] += 1
 
     def all_faults(self) -> list[str]:
-        """The faults of rollouts, and what is wrong with all of them together."""
+        """The faults of single rollouts and of all together."""
         if self.counts["unended"] and not self.counts["ended"]:
             return [*self.faults, "no answer ends with an end token of this tokenizer"]
         return self.faults
 
     @property
     def fork_rate(self) -> float | None:
-        """Of the calls that an exact history would have made extensions."""
+        """The share of calls that should have extended the history before them."""
         followed = self.counts["followed"]
         return self.counts["forked"] / followed if followed else None
 
@@ -304,7 +305,7 @@ class Look:
 
 
 def faults_of(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
-    """What is wrong with the segments of one rollout."""
+    """The faults in the segments of one rollout."""
     segments, metrics = rollout.segments, rollout.metrics
     if metrics.get("segments_rejected"):
         yield "its tokens broke a rule when it was written: it has no segments"
@@ -312,8 +313,8 @@ def faults_of(rollout: Rollout, renderers: Renderers) -> Iterator[str]:
     if rollout.row["status"] == "absent":
         yield "its segments have no rollout"
         return
-    if rollout.unsound:
-        yield from rollout.unsound  # the other rules presume sound rows
+    if rollout.row_errors:
+        yield from rollout.row_errors  # the other rules require valid rows
         return
     yield from rollout_faults(segments)
     yield from usage_faults(segments, rollout.row["calls"])
@@ -346,8 +347,8 @@ def _tokenizer_faults(segments: Sequence[Row], renderers: Renderers) -> Iterator
 
 
 def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
-    """`ended` or `unended` for each answer that stopped by itself. One without an end token may
-    have met a stop string; when all are without, the end tokens were lost."""
+    """`ended` or `unended` for each answer that stopped by itself. A stop string may end one
+    without an end token; if all lack it, the end tokens were lost."""
     for reason, run in zip(segment["finish_reasons"], answer_spans(segment), strict=True):
         if run.trained and reason in _ENDED:
             last = segment["input_ids"][run.end - 1]
@@ -355,9 +356,9 @@ def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
 
 
 def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Row:
-    """One row, explained."""
+    """Describe one segment."""
     runs = [run for run in answer_spans(segment) if run.trained]
-    told: Row = {
+    entry: Row = {
         "task_id": rollout.row["task_id"],
         "repeat": rollout.row["repeat"],
         "trajectory_id": segment["trajectory_id"],
@@ -372,10 +373,10 @@ def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Ro
         "verdict": "identical" if segment["token_source"] == "engine" else segment["token_source"],
     }
     if segment["fork_reason"] is not None:
-        told |= {"verdict": "forked", "fork": _fork(rollout, segment, runs, renderer)}
+        entry |= {"verdict": "forked", "fork": _fork(rollout, segment, runs, renderer)}
     if renderer is not None and _renderable(rollout, segment):
-        told["renders"] = _render_again(rollout, segment, renderer)
-    return told
+        entry["renders"] = _render_again(rollout, segment, renderer)
+    return entry
 
 
 def _fork(rollout: Rollout, segment: Row, runs: list[AnswerSpan], renderer: Renderer | None) -> Row:
@@ -402,20 +403,20 @@ def _shared(one: list[int], other: list[int]) -> int:
 
 
 def _renderable(rollout: Rollout, segment: Row) -> bool:
-    """Whether the row's messages are what the segment's tokens say: the main agent's conversation,
-    before anything was put in the place of its history or beside it."""
+    """Whether the messages of the row correspond to the tokens of the segment: only for the main
+    agent without compressed history and unsaved prompts."""
     row = rollout.row
     plain = len(row["contexts"]) == 1 and row["prompt_sha256"] is None
     return plain and segment["branch_kind"] == "main"
 
 
 def _render_again(rollout: Rollout, segment: Row, renderer: Renderer) -> str:
-    """`identical` when rendering the stored messages again gives the very ids; else where not."""
+    """Render the stored messages again: `identical`, or the first difference."""
     infos, turn = rollout.row["message_info"], max(segment["turn_ids"])
-    said = [n for n, i in enumerate(infos) if i["role"] == "assistant" and i["turn"] == turn]
-    if not said:
+    answers = [n for n, i in enumerate(infos) if i["role"] == "assistant" and i["turn"] == turn]
+    if not answers:
         return "no answer of its last turn is among the messages"
-    messages = rollout.messages()[: said[-1] + 1]
+    messages = rollout.messages()[: answers[-1] + 1]
     try:
         again = renderer.render(messages, rollout.tools(), generation_prompt=False)
     except TemplateRefused as error:
@@ -429,21 +430,21 @@ def _render_again(rollout: Rollout, segment: Row, renderer: Renderer) -> str:
     return f"{place}: {was} {renderer.decode(was)!r} became {now} {renderer.decode(now)!r}"
 
 
-def line_of(told: Row) -> str:
-    """An explanation for people."""
-    turns = told["turns"]
+def line_of(entry: Row) -> str:
+    """The line of an entry."""
+    turns = entry["turns"]
     span = f"turn {turns[0]}" if len(turns) == 1 else f"turns {turns[0]}-{turns[-1]}"
-    head = f"{told['task_id']} #{told['repeat']} branch {told['branch']} ({told['kind']})"
-    text = f"{head}: {span if turns else 'nothing trained'}, {told['trained']:,} of "
-    text += f"{told['ids']:,} ids trained, {told['verdict']}"
-    fork = told.get("fork")
+    head = f"{entry['task_id']} #{entry['repeat']} branch {entry['branch']} ({entry['kind']})"
+    text = f"{head}: {span if turns else 'nothing trained'}, {entry['trained']:,} of "
+    text += f"{entry['ids']:,} ids trained, {entry['verdict']}"
+    fork = entry.get("fork")
     if fork is not None:
         text += f" here because {fork['reason']}: turn {fork['turn']}, token {fork['at']}"
         text += _change(fork) if fork["reason"] in DRIFT else ""
-    if told["excluded"] is not None:
-        text += f"; not trainable: {told['excluded']}"
-    if told.get("renders", "identical") != "identical":
-        text += f"; rendered again it {told['renders']}"
+    if entry["excluded"] is not None:
+        text += f"; not trainable: {entry['excluded']}"
+    if entry.get("renders", "identical") != "identical":
+        text += f"; rendered again it {entry['renders']}"
     return text
 
 
@@ -454,16 +455,16 @@ def _change(fork: Row) -> str:
     return f", {was} of branch {fork['from']} became {now}"
 
 
-def summary_of(look: Look) -> str:
+def summary_of(check: TokenCheck) -> str:
     """The totals, in one line."""
-    n = look.counts
+    n = check.counts
     text = (
         f"{n['rollouts']:,} rollouts, {n['captured']:,} of {n['calls']:,} calls with ids, "
         f"{n['segments']:,} segments, {n['trainable']:,} trainable ({n['trained']:,} tokens)"
     )
-    if look.fork_rate is not None:
-        text += f", {n['forked']:,} of {n['followed']:,} histories forked ({look.fork_rate:.1%})"
-    for name, found in (("branches", look.reasons), ("not trainable", look.excluded)):
+    if check.fork_rate is not None:
+        text += f", {n['forked']:,} of {n['followed']:,} histories forked ({check.fork_rate:.1%})"
+    for name, found in (("branches", check.reasons), ("not trainable", check.excluded)):
         if found:
             text += f"; {name}: {', '.join(f'{k} {v}' for k, v in found.most_common())}"
     if n["identical"] or n["drifting"]:
@@ -472,24 +473,24 @@ def summary_of(look: Look) -> str:
         text += f"; {n['suspected_unparsed']:,} answers look like tool calls that were not parsed"
     if n["unended"]:
         text += f"; {n['unended']:,} of {n['ended'] + n['unended']:,} stopped without an end token"
-    return f"{text}; {len(look.all_faults()) or 'no'} faults"
+    return f"{text}; {len(check.all_faults()) or 'no'} faults"
 
 
 _LEAST_CHARS = 12
-"""A shorter tool output may stand in what the model says by chance."""
+"""Shorter tool outputs may be part of a message by chance."""
 
 _OTHER = "made with another tokenizer than those that are named: add it with --tokenizer"
 
 
 @dataclass
-class Masks:
-    """The masks of one template over a run, or those of its recorded ids."""
+class MaskCheck:
+    """Results for the masks of one template, or for those of recorded ids."""
 
     name: str
     renderer: Renderer | None = None
     """The template's; None for recorded ids."""
     marks_turns: bool | None = None
-    """The template has `{% generation %}` blocks, by which some trainers find the mask."""
+    """Whether the template has `{% generation %}` blocks, which some trainers use."""
     spans: int = 0
     """Assistant messages (or recorded answers) that are to be trained."""
     found: int = 0
@@ -502,20 +503,20 @@ class Masks:
     """Spans whose decoded text was compared with the message."""
     faults: list[str] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
-    """Messages that could not be looked at, by the reason."""
+    """Reason -> messages that could not be checked."""
 
     @property
     def share(self) -> float | None:
-        """Of the tokens of assistant messages that are masked in."""
+        """The share of assistant tokens that are masked in."""
         return self.masked / self.tokens if self.tokens else None
 
     def verdict(self) -> list[str]:
-        """What is wrong: messages that cannot be looked at, one line per reason; texts that differ;
-        or nothing to train on."""
-        told = [f"{n:,} of {self.spans:,} messages: {why}" for why, n in self.unread.most_common()]
-        if self.spans and not (self.masked or told):
-            told.append("no assistant token is masked in: training learns nothing")
-        return [f"{self.name}: {fault}" for fault in (*told, *self.faults)]
+        """The faults: messages that could not be checked, one line per reason; texts that differ;
+        or no tokens to train."""
+        entry = [f"{n:,} of {self.spans:,} messages: {why}" for why, n in self.unread.most_common()]
+        if self.spans and not (self.masked or entry):
+            entry.append("no assistant token is masked in: training learns nothing")
+        return [f"{self.name}: {fault}" for fault in (*entry, *self.faults)]
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -541,11 +542,11 @@ class Masks:
         return f"{text}; {len(self.verdict()) or 'no'} faults"
 
 
-def recorded(rollout: Rollout, masks: Masks, renderers: Renderers) -> None:
-    """Add the masks of a rollout's recorded ids; what is not trainable is left out. The main
-    agent's answers are compared with its messages if there are renderers."""
-    if rollout.unsound:
-        masks.faults += [f"{rollout.name}: {fault}" for fault in rollout.unsound]
+def add_recorded_masks(rollout: Rollout, masks: MaskCheck, renderers: Renderers) -> None:
+    """Add the masks of recorded ids, without segments that are not trainable. With renderers the
+    answers of the main agent are compared with its messages."""
+    if rollout.row_errors:
+        masks.faults += [f"{rollout.name}: {fault}" for fault in rollout.row_errors]
         return
     answers = _answer_of_turn(rollout) if renderers.named else {}
     outputs = _outputs(rollout.messages()) if renderers.named else []
@@ -571,7 +572,7 @@ def recorded(rollout: Rollout, masks: Masks, renderers: Renderers) -> None:
 
 
 def _answer_of_turn(rollout: Rollout) -> dict[int, AssistantMessage]:
-    """Return turn -> the message of the policy."""
+    """Turn -> the message of the policy."""
     infos = rollout.row["message_info"]
     return {
         info["turn"]: message
@@ -580,8 +581,8 @@ def _answer_of_turn(rollout: Rollout) -> dict[int, AssistantMessage]:
     }
 
 
-def rendered(rollout: Rollout, masks: Masks) -> None:
-    """Add the masks that a template gives to a rollout's messages."""
+def add_template_masks(rollout: Rollout, masks: MaskCheck) -> None:
+    """Add the masks of a template for the messages of a rollout."""
     if rollout.row["status"] != "ok" or masks.renderer is None:
         return
     row = rollout.row
@@ -603,9 +604,9 @@ def rendered(rollout: Rollout, masks: Masks) -> None:
 
 
 def _span(
-    messages: Sequence[Message], place: int, tools: Sequence[Row], masks: Masks
+    messages: Sequence[Message], place: int, tools: Sequence[Row], masks: MaskCheck
 ) -> str | None:
-    """The text between the opening of the assistant's turn at `place` and what follows it."""
+    """The text of the assistant turn at `place`, without its opening."""
     renderer = masks.renderer
     assert renderer is not None
     try:
@@ -618,7 +619,7 @@ def _span(
     masks.tokens += max(0, len(whole) - len(closed))
     if whole[: len(before)] != before:
         return None
-    masks.tokens -= len(before) - len(closed)  # the opening of the turn is nobody's saying
+    masks.tokens -= len(before) - len(closed)  # without the opening of the turn
     ends = (n for n in range(len(before), len(whole)) if whole[n] in renderer.end_ids)
     end = next(ends, len(whole) - 1) + 1
     masks.tokens -= len(whole) - end
@@ -632,12 +633,13 @@ def _outputs(messages: Sequence[Message]) -> list[str]:
 
 
 def _span_faults(text: str, message: AssistantMessage, outputs: Sequence[str]) -> Iterator[str]:
-    """Whether a masked span is what the message says, and holds no tool's output."""
+    """Faults of a masked span: text of the message is missing, or it contains the output of a
+    tool."""
     texts = [message.raw_content or message.content, *(c.name for c in message.tool_calls)]
     absent = [piece for piece in texts if piece.strip() and piece.strip() not in text]
     if absent:
         yield f"masked in is {text[:80]!r}, without {absent[0][:80]!r}"
     arguments = [c.arguments for c in message.tool_calls]
-    said = "\n".join([*texts, message.reasoning_content or "", *arguments])
-    if any(output in text and output not in said for output in outputs):
+    message_text = "\n".join([*texts, message.reasoning_content or "", *arguments])
+    if any(output in text and output not in message_text for output in outputs):
         yield "a tool's output is masked in"

@@ -1,4 +1,4 @@
-"""Looking at a run directory: its files, their schema, their sums."""
+"""Checks a run directory: files, schemas and sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOKENS = (*_ALWAYS, "cache_read_tokens", "cache_write_tokens", "reasoning_token
 
 
 def faults_of(path: Path) -> Iterator[str]:
-    """Everything that is wrong with a run, one line each."""
+    """Yield every fault of a run, one line each."""
     run_dir = RunDir(path)
     bad = set()
     for place, fault in file_faults(run_dir):
@@ -30,7 +30,7 @@ def faults_of(path: Path) -> Iterator[str]:
     for table in TABLES:
         for part in run_dir.parts(table):
             if part not in bad:
-                yield from _readable(table, part, seen)
+                yield from _part_faults(table, part, seen)
 
 
 def _config_faults(place: Path) -> Iterator[str]:
@@ -44,17 +44,17 @@ def _config_faults(place: Path) -> Iterator[str]:
         yield message if message.startswith(f"{place}") else f"{place}: {message}"
 
 
-def _readable(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
-    """The faults of a part; what cannot be decoded is one too."""
+def _part_faults(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
+    """The faults of a part, including decoding errors."""
     try:
-        yield from _part(table, part, seen)
+        yield from _row_faults_of(table, part, seen)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         yield f"{part}: cannot be read: {str(error).partition(chr(10))[0]}"
 
 
-def _part(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
+def _row_faults_of(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
     with pq.ParquetFile(part) as file:
-        if not _as_declared(table, file.schema_arrow):
+        if not _has_declared_schema(table, file.schema_arrow):
             yield f"{part}: does not have the declared schema of {table}"
             return
         if table in ("segments", "groups", "grades"):
@@ -67,8 +67,8 @@ def _part(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
                 number += 1
 
 
-def _as_declared(table: str, found: pa.Schema) -> bool:
-    """Whether a part has the schema of its table, of today or before columns were added."""
+def _has_declared_schema(table: str, found: pa.Schema) -> bool:
+    """Whether a part has the current schema of its table, or the one before columns were added."""
     declared = schema_of(table)
     later = LATER.get(table, ())
     before = pa.schema([field for field in declared if field.name not in later])
@@ -76,33 +76,33 @@ def _as_declared(table: str, found: pa.Schema) -> bool:
 
 
 def row_faults(table: str, row: dict[str, Any], seen: dict[str, str]) -> Iterator[str]:
-    """What is wrong with one row: its place, its ending, its books."""
+    """The faults of one row: table, ending and usage."""
     if row["trajectory_id"] in seen:
-        yield f"trajectory_id stands in {seen[row['trajectory_id']]} too"
+        yield f"duplicate trajectory_id, also in {seen[row['trajectory_id']]}"
     seen[row["trajectory_id"]] = table
     if table == "trajectories" and (row["owner"] != "policy" or row["end_reason"] not in ENDINGS):
-        yield f"owner {row['owner']}, end_reason {row['end_reason']}: no row of this table"
+        yield f"owner {row['owner']}, end_reason {row['end_reason']}: not a row of this table"
     if table == "failures" and (row["reward"] is not None or row["cause"] not in CAUSES):
-        yield f"reward {row['reward']}, cause {row['cause']}: no row of this table"
+        yield f"reward {row['reward']}, cause {row['cause']}: not a row of this table"
     if len(row["messages"]) != len(row["message_info"]):
         yield "messages and message_info differ in length"
-    yield from _book_faults(row)
+    yield from _usage_faults(row)
 
 
-def _settled(call: dict[str, Any]) -> bool:
+def _usage_known(call: dict[str, Any]) -> bool:
     return all(call[name] is not None for name in _ALWAYS)
 
 
-def _book_faults(row: dict[str, Any]) -> Iterator[str]:
+def _usage_faults(row: dict[str, Any]) -> Iterator[str]:
     calls = row["calls"]
     refused = all(call["outcome"] == "refused" for call in calls)
     for name in _TOKENS:
         known = [call[name] for call in calls if call[name] is not None]
-        nothing = 0 if refused and name in _ALWAYS else None  # refusals cost nothing, for sure
+        nothing = 0 if refused and name in _ALWAYS else None  # refusals cost nothing
         total, wanted = row["usage"][name], sum(known) if known else nothing
         if total != wanted:
             yield f"usage.{name} is {total}, its calls have {wanted}"
-    unknown = sum(call["outcome"] != "refused" and not _settled(call) for call in calls)
+    unknown = sum(call["outcome"] != "refused" and not _usage_known(call) for call in calls)
     if row["usage"]["unknown_calls"] != unknown:
         yield f"usage.unknown_calls is {row['usage']['unknown_calls']}, its calls have {unknown}"
     ids = [call["call_id"] for call in calls]

@@ -18,8 +18,8 @@ from hermes_rl.text import SECRETS
 
 _ROWS = 64
 _TEXT = (".json", ".jsonl", ".yaml", ".html", ".txt", ".md")
-_WHOSE = ("task_id", "repeat", "trajectory_id", "group_id")
-"""Columns that say whose a row is."""
+_ROW_COLUMNS = ("task_id", "repeat", "trajectory_id", "group_id")
+"""Columns that identify a row."""
 
 
 def secrets_in(run: Path) -> Iterator[str]:
@@ -48,7 +48,7 @@ def _learn_keys_of(run: Path) -> None:
     try:
         config = parse_config(load_config(run / "run.yaml"), str(run / "run.yaml"))
         routes = [*resolve_targets_by_model(config).values(), *resolve_env_targets(config).values()]
-    except (UserError, OSError, ValueError):  # `check` alone reports what is wrong with it
+    except (UserError, OSError, ValueError):  # reported by `check`
         return
     for place in (target.place for targets in routes for target in targets):
         for name in (*place.key_names, *place.variables):
@@ -60,9 +60,9 @@ def _in_table(path: Path) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
             columns = [field.name for field in schema if _has_text(field.type)]
-            whose = [name for name in _WHOSE if name in schema.names]
+            row_columns = [name for name in _ROW_COLUMNS if name in schema.names]
             number = 0
-            for batch in file.iter_batches(_ROWS, columns=list(dict.fromkeys([*whose, *columns]))):
+            for batch in file.iter_batches(_ROWS, columns=list(dict.fromkeys([*row_columns, *columns]))):
                 for row in batch.to_pylist():
                     for column, leak in leaks_of_row(row):
                         unit = _unit(row)
@@ -83,7 +83,7 @@ def _has_text(kind: Any) -> bool:
 def _unit(row: dict[str, Any]) -> str:
     if row.get("repeat") is not None:
         return f"{row['task_id']} #{row['repeat']}"
-    return next((str(row[name]) for name in _WHOSE if row.get(name) is not None), "no unit")
+    return next((str(row[name]) for name in _ROW_COLUMNS if row.get(name) is not None), "no unit")
 
 
 def _in_text(path: Path) -> Iterator[str]:

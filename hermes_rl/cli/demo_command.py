@@ -1,8 +1,7 @@
 """`hermes-rl demo`: the whole product on the bundled smoke tasks.
 
-First a rehearsal (oracles in real sandboxes, no model) while the weights download; then the tasks
-with
-the embedded model, or with any endpoint.
+First a rehearsal with oracles in real sandboxes while the weights download; then the tasks with the
+embedded model, or with any endpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from batch_runner import Report
 
 REPEATS = 2
-SAY_EVERY_S = 2.0
+PROGRESS_EVERY_S = 2.0
 
 
 def command(
@@ -69,7 +68,7 @@ async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: str, a
     from hermes_rl.config import LOCAL_MODELS
 
     local = model in LOCAL_MODELS and not endpoint["base_url"]
-    _say("1  rehearsal: each task's own solution, in a real sandbox, without a model")
+    _print("1  rehearsal: each task's own solution, in a real sandbox, without a model")
     weights = asyncio.create_task(_fetch(model, endpoint["model_path"])) if local else None
     try:
         rehearsal = await _run(_config("oracle", {}, out / "demo-rehearsal", workers, repeats=1))
@@ -77,13 +76,13 @@ async def _demo(model: str, endpoint: dict[str, Any], out: Path, workers: str, a
         if weights is not None:
             weights.cancel()
         raise
-    _say(*rehearsal.lines()[:1])
+    _print(*rehearsal.lines()[:1])
     if rehearsal.exit_code != ExitCode.DONE:
-        _say(*rehearsal.lines()[1:], "the rehearsal failed: `hermes-rl doctor` says what is wrong")
+        _print(*rehearsal.lines()[1:], "the rehearsal failed: run `hermes-rl doctor`")
         return rehearsal.exit_code
     if weights is not None:
         await weights
-    _say("", f"2  the same tasks twice with {_name(model)}")
+    _print("", f"2  the same tasks twice with {_describe(model)}")
     report = await _run(_config(model, endpoint, out / _folder(model), workers, REPEATS))
     _table(report, again)
     return report.exit_code
@@ -94,7 +93,7 @@ def _folder(model: str) -> str:
     return "demo" if model == "local" else f"demo-{name}"
 
 
-def _name(model: str) -> str:
+def _describe(model: str) -> str:
     from hermes_rl.config import LOCAL_MODELS
 
     if model not in LOCAL_MODELS:
@@ -130,7 +129,7 @@ async def _run(data: dict[str, Any]) -> Report:
 
 
 async def _fetch(model: str, model_path: str | None) -> None:
-    """The weights, with a line of progress now and then. Raises: WeightsUnavailable."""
+    """Fetch the weights, and print progress. Raises: WeightsUnavailable."""
     from hermes_rl.models.local import ensure_weights
 
     path = Path(model_path) if model_path else None
@@ -143,9 +142,9 @@ def _download_line() -> Callable[[int, int, str], None]:
     def progress(done: int, total: int, what: str) -> None:
         nonlocal last, shown
         now = time.monotonic()
-        if now - last >= SAY_EVERY_S or what != shown:
+        if now - last >= PROGRESS_EVERY_S or what != shown:
             last, shown = now, what
-            _say(f"   weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({what})")
+            _print(f"   weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({what})")
 
     return progress
 
@@ -158,9 +157,9 @@ def _table(report: Report, again: str) -> None:
     run = load_run(report.path)
     rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]
     rows.sort(key=lambda r: (r["row_index"], r["repeat"], r["attempt"]))
-    _say("", render.run_table(rows), render.totals(rows))
+    _print("", render.run_table(rows), render.totals(rows))
     first = rows[0]["unit_id"][:8] if rows else "UNIT"
-    _say(
+    _print(
         f"Parquet: {report.path}/trajectories/*.parquet",
         "",
         "next:",
@@ -171,6 +170,6 @@ def _table(report: Report, again: str) -> None:
     )
 
 
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     for line in lines:
         print(line, file=sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""`hermes-rl doctor`: what is there, what works on this machine, and what to install."""
+"""`hermes-rl doctor`: what works on this machine, and what to install."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finding:
     subject: str
     name: str
     good: bool | None
-    """None for a fact that is neither."""
+    """None for a neutral fact."""
     text: str
 
 
@@ -47,7 +47,7 @@ def library(subject: str, name: str, hint: str = "reinstall hermes-rl") -> Findi
 
 
 class Subject(StrEnum):
-    """What to look at."""
+    """What to check."""
 
     ALL = "all"
     SANDBOXES = "sandboxes"
@@ -60,8 +60,8 @@ def _of(name: str, text: str) -> Any:
 
 
 def command(
-    subject: Annotated[Subject, typer.Argument(help="what to look at")] = Subject.ALL,
-    model: Annotated[str | None, _of("--model", "ask this model what it can do")] = None,
+    subject: Annotated[Subject, typer.Argument(help="what to check")] = Subject.ALL,
+    model: Annotated[str | None, _of("--model", "probe this model")] = None,
     provider: Annotated[str | None, _of("--provider", "with --model: known provider")] = None,
     base_url: Annotated[str | None, _of("--base-url", "with --model: endpoint")] = None,
     api_key_env: Annotated[
@@ -69,11 +69,11 @@ def command(
     ] = None,
     api_mode: Annotated[str | None, _of("--api-mode", "with --model: dialect")] = None,
     config: Annotated[
-        Path | None, _of("--config", "with models: your providers, and an endpoint to look at")
+        Path | None, _of("--config", "with models: your providers and endpoint")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="findings as JSON")] = False,
 ) -> int:
-    """What is there, what works on this machine, and what to install.
+    """Show what works on this machine, and what to install.
 
     \b
     hermes-rl doctor
@@ -83,16 +83,16 @@ def command(
     query = Query(model, provider, base_url, api_key_env, api_mode, config)
     alone = query == Query(config=config) and (config is None or subject is Subject.MODELS)
     if not alone and (model is None or subject is not Subject.MODELS):
-        raise UserError("an endpoint is looked at with: hermes-rl doctor models --model NAME ...")
-    looks: dict[Subject, Callable[[], list[Finding]]] = {
+        raise UserError("to probe an endpoint: hermes-rl doctor models --model NAME ...")
+    checks: dict[Subject, Callable[[], list[Finding]]] = {
         Subject.SANDBOXES: sandboxes,
         Subject.MODELS: lambda: models(query),
         Subject.TOOLS: tools,
     }
     findings = machine() if subject is Subject.ALL else []
-    for name, look in looks.items():
+    for name, check in checks.items():
         if subject in (Subject.ALL, name):
-            findings += look()
+            findings += check()
     if as_json:
         print(json.dumps([asdict(f) for f in findings], ensure_ascii=False))
     else:
@@ -115,7 +115,7 @@ _SLOW_RAY = (
     "each process of Ray takes about 1 s of CPU longer to start, because rfc3987-syntax is "
     "installed (with Jupyter's server): an environment without it starts runs faster"
 )
-"""Ray imports jsonschema, and that this package, which compiles 38 grammars when it is imported."""
+"""Ray imports jsonschema, which imports this package; its import compiles 38 grammars."""
 
 
 _NO_BYTECODE = (
@@ -234,7 +234,7 @@ def tools() -> list[Finding]:
 
 @dataclass(frozen=True)
 class Query:
-    """The endpoint to look at, as options name it."""
+    """The options that select an endpoint."""
 
     model: str | None = None
     provider: str | None = None
@@ -242,14 +242,13 @@ class Query:
     api_key_env: str | None = None
     api_mode: str | None = None
     config: Path | None = None
-    """A configuration file: its providers, and the endpoint where options say nothing."""
+    """A configuration file with providers, and the endpoint without other options."""
 
 
 def models(query: Query = Query()) -> list[Finding]:
-    """What there is; with a model named, what it can do instead. That asks it, which costs a few
-    hundred tokens.
+    """Providers and embedded models; with a model its capabilities, for a few hundred tokens.
 
-    Raises: UserError for an endpoint that cannot work or a key that is not set.
+    Raises: UserError for an invalid endpoint or a key that is not set.
     """
     if query.model is not None:
         return _explored(query)
@@ -257,7 +256,7 @@ def models(query: Query = Query()) -> list[Finding]:
 
 
 def _config(query: Query) -> RunConfig:
-    """What options and file say of an endpoint, held to the rules of a run. Raises: UserError."""
+    """The configuration of an endpoint from options and file. Raises: UserError."""
     from hermes_rl.config import load_config, parse_config
 
     data = load_config(query.config) if query.config else {}
@@ -304,7 +303,7 @@ def _providers(query: Query) -> list[Finding]:
 
 
 def _printed_keys(query: Query) -> list[Finding]:
-    """Whether the commands of a configuration print keys, and how long these live."""
+    """Run the key commands of a configuration, and report when their keys expire."""
     if query.config is None:
         return []
     import time
@@ -378,9 +377,9 @@ def _explored(query: Query) -> list[Finding]:
 
 
 def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Finding]:
-    """How a run would get its ids from prompts of ids, where a tokenizer is named.
+    """How a run would get token ids with prompts of ids, if a tokenizer is set.
 
-    Raises: UserError for a tokenizer that cannot be had, or a way that is not there.
+    Raises: UserError for a tokenizer that cannot be loaded, or a way that is not supported.
     """
     if where.tokenizer is None or where.tokens in ("off", "chat"):
         return []

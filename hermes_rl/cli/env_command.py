@@ -59,7 +59,7 @@ def _work(mode: Mode) -> Callable[[dict[str, Any]], int]:
         config = _config(mode, values)
         if values["dry_run"]:
             return run.show_plan(config, values["as_json"])
-        return _carry_out(mode, config, values["as_json"])
+        return _run_mode(mode, config, values["as_json"])
 
     return work
 
@@ -136,7 +136,7 @@ def regrade(
 ) -> int:
     """Grade the stored rollouts of a run again, without a call of the policy's.
 
-    The run must have been made with --set run.keep_workspaces=true. The grades stand in the table
+    The run must have been made with --set run.keep_workspaces=true. The grades are in the table
     grades, and the groups get new rows; the run's own rows stay. Calls of a judge are bound by the
     run's budgets (or --set run.budget_usd=2); the same command continues where it stopped.
 
@@ -166,19 +166,20 @@ def regrade(
 
 
 def _find_modules_here() -> None:
-    """Modules beside the caller are found, as with `python -m`."""
+    """Make modules in the current folder importable, as with `python -m`."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
 
 
 def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
-    """Flags before --set before --config before what the environment says. Raises: UserError."""
+    """The configuration of flags, --set, --config and the environment, in this order. Raises:
+    UserError."""
     from hermes_rl.config import check_keys, parse_config
 
     _find_modules_here()
     file: Path | None = values["config"]
-    data, written = run.merged(values, FLAGS)
+    data, written = run.merge_options(values, FLAGS)
     check_keys(data, f"env {mode}", written)
     env = data.get("env")
     example = f"hermes-rl env {mode} my_env --model my-model"
@@ -198,10 +199,10 @@ def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
     return parse_config(data, str(file or f"env {mode}"), written)
 
 
-def _carry_out(mode: Mode, config: RunConfig, as_json: bool) -> int:
+def _run_mode(mode: Mode, config: RunConfig, as_json: bool) -> int:
     if mode == "process":
-        report = run.carry_out(config, as_json)
-        _tell_groups(Path(report.path), as_json)
+        report = run.run_and_report(config, as_json)
+        _print_groups(Path(report.path), as_json)
         return report.exit_code
     from hermes_rl.aio import run_sync
 
@@ -215,7 +216,7 @@ async def _evaluate(config: RunConfig, as_json: bool) -> int:
     progress = run.progress_of(as_json)
     async with open_hosts() as hosts:
         report = await arun_batch(config, progress=progress, hosts=hosts)
-        run.tell(report, progress)
+        run.print_report(report, progress)
         if report.stopped is not None:
             return report.exit_code
         metrics = await write_evaluation(Path(report.path), hosts.open)
@@ -225,8 +226,8 @@ async def _evaluate(config: RunConfig, as_json: bool) -> int:
     return report.exit_code
 
 
-def _tell_groups(path: Path, as_json: bool) -> None:
-    """What a trainer gets of the groups, and what not."""
+def _print_groups(path: Path, as_json: bool) -> None:
+    """Print which groups a trainer gets."""
     import dataclasses
     import json
 

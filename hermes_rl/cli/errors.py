@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr that names the place and the fix, and an exit code."""
+"""Errors of commands: one line on stderr with the place and the fix, and an exit code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hermes_rl.errors import ExitCode, HermesError, Outage
 from hermes_rl.input_errors import did_you_mean
 
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
-"""Root of what typer raises for a wrong command line; typer has no public name for it."""
+"""Base class of typer's errors for wrong command lines, which has no public name."""
 
 
-_OF_A_PATH = (
+_PATH_ERRORS = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.ENOTDIR,
@@ -25,10 +25,10 @@ _OF_A_PATH = (
     errno.EPERM,
     errno.EROFS,
 )
-"""Errors that say something of the path that was given, wherever it is used first."""
+"""Errors that concern a path from the command line."""
 
-_PATH_SHOWN = 80
-"""Characters of a path that are repeated."""
+_MAX_PATH_CHARS = 80
+"""Longer paths are cut in messages."""
 
 _REWORDED = {
     "Input should be a valid integer, .*": "must be a whole number",
@@ -36,21 +36,21 @@ _REWORDED = {
     "Input should be greater than or equal to ": "must be at least ",
     "Value error, ": "",
 }
-"""What typer says of values, in the words of our own messages."""
+"""Pattern of a message of typer -> our wording."""
 
 _CHOICE = re.compile("'([^']*)' is not one of (.*)")
 
 
-def guarded(command: Callable[[], int], program: str) -> int:
-    """Run a command; errors for people become one line and an exit code, bugs a traceback.
+def run_guarded(command: Callable[[], int], program: str) -> int:
+    """Run a command; user errors become one line and an exit code, bugs a traceback.
 
     Args:
-        program: the command as typed, for the hint: `hermes-rl run`.
+        program: the command for the hint, such as `hermes-rl run`.
     """
     try:
         return command()
     except BrokenPipeError:
-        # The reader (`| head`) has gone; the interpreter must not stumble over it at its end.
+        # The reader (`| head`) has ended; avoid the error of the interpreter at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.DONE
     except Outage as error:
@@ -63,10 +63,10 @@ def guarded(command: Callable[[], int], program: str) -> int:
         fail(_usage_line(error, program))
         return ExitCode.BAD_INPUT
     except OSError as error:
-        if error.errno not in _OF_A_PATH or error.filename is None:
+        if error.errno not in _PATH_ERRORS or error.filename is None:
             raise
         name = str(error.filename)
-        shown = name if len(name) <= _PATH_SHOWN else f"{name[:_PATH_SHOWN]}…"
+        shown = name if len(name) <= _MAX_PATH_CHARS else f"{name[:_MAX_PATH_CHARS]}…"
         fail(f"{shown}: {(error.strerror or '').lower()}. Check the path")
         return ExitCode.BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
@@ -74,7 +74,7 @@ def guarded(command: Callable[[], int], program: str) -> int:
 
 
 def fail(message: str, what: str = "error") -> None:
-    """Say an error on stderr. A message of several lines (a diff) keeps them."""
+    """Print an error on stderr; it may have several lines (a diff)."""
     from hermes_rl.cli.render import visible
 
     print(f"{what}: {visible(message)}", file=sys.stderr)
@@ -85,8 +85,8 @@ def _usage_line(error: BaseException, program: str) -> str:
     where = context.command_path if context is not None else program
     format_message: Callable[[], str] = getattr(error, "format_message", lambda: str(error))
     line = " ".join(format_message().split())
-    for theirs, ours in _REWORDED.items():
-        line = re.sub(theirs, ours, line)
+    for pattern, wording in _REWORDED.items():
+        line = re.sub(pattern, wording, line)
     line = line.rstrip(".")
     if choice := _CHOICE.search(line):
         line += did_you_mean(choice[1], choice[2].split("'")[1::2])

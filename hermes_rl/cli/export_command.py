@@ -55,7 +55,7 @@ def command(
 ) -> int:
     """Write a run in the format of a trainer or another program.
 
-    It says what was left out, and what the format cannot hold of the rest.
+    Prints what was left out, and what the format cannot represent.
 
     \b
     hermes-rl export runs/my-run --to trl --min-reward 1
@@ -67,7 +67,7 @@ def command(
 
     if to == "list":
         formats = [(name, form.about) for name, form in FORMATS.items()]
-        _say_formats([*formats, (harbor_tasks.NAME, harbor_tasks.ABOUT)])
+        _print_formats([*formats, (harbor_tasks.NAME, harbor_tasks.ABOUT)])
         return ExitCode.DONE
     if to == harbor_tasks.NAME:
         return _export_tasks(run, out, image)
@@ -86,7 +86,7 @@ def command(
         advantage=kind,
     )
     report = export_run(run, to, out, options)
-    print(msgspec.json.encode(report).decode() if as_json else _words(report))
+    print(msgspec.json.encode(report).decode() if as_json else _format_report(report))
     return ExitCode.DONE
 
 
@@ -112,13 +112,13 @@ def _endings(values: list[str]) -> frozenset[str]:
     return names
 
 
-def _say_formats(formats: list[tuple[str, str]]) -> None:
+def _print_formats(formats: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in formats)
     for name, about in formats:
         print(f"{name.ljust(width)}  {about}")
 
 
-def _words(report: Report) -> str:
+def _format_report(report: Report) -> str:
     from hermes_rl.export import LEFT_OUT, LOST
 
     lines = [

@@ -1,4 +1,4 @@
-"""`hermes-rl import`: somebody else's file as a run directory."""
+"""`hermes-rl import`: a file of another program as a run directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the report as one JSON object")] = False,
 ) -> int:
-    """Make a run directory of a file, to be shown, evaluated and exported like any other.
+    """Convert a file to a run directory, which can be shown, evaluated and exported.
 
     \b
     hermes-rl import trajectories.jsonl --from hermes --out runs/old

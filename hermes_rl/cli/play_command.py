@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hermes_rl.cli.run_command import column_map
+from hermes_rl.cli.run_command import parse_column_map
 from hermes_rl.errors import ExitCode, SandboxKilled, UserError
 from hermes_rl.input_errors import did_you_mean
 from hermes_rl.network import Network, parse_network
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hermes_rl.config import SandboxSection
 
 COMMAND_TIMEOUT_S = 180.0
-"""What an agent's terminal call has when it asks for nothing else."""
+"""The default timeout of a terminal call of an agent."""
 
 
 def command(
@@ -46,7 +46,7 @@ def command(
     hermes-rl play smoke count-txt                 type commands; `exit` or Ctrl-D ends and grades
     hermes-rl play my.jsonl 17 --save my-oracles.jsonl
     """
-    rows, wanted, place = _source(dataset, task, column_map(columns))
+    rows, wanted, place = _source(dataset, task, parse_column_map(columns))
     row = find(rows, wanted, dataset)
     if row.task is None:
         raise UserError(f"{row.place}: {row.error}")
@@ -72,7 +72,7 @@ def _network(text: str) -> Network:
 
 
 class _Source(NamedTuple):
-    """Where the task is, and the sandbox that the agent had."""
+    """The rows with the task, and the sandbox settings."""
 
     rows: Iterator[TaskRow]
     wanted: str
@@ -100,9 +100,9 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> _Source:
 
 
 def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
-    """The row with that id or content hash, else that number from 0.
+    """Find the row with an id or content hash, else with a number from 0.
 
-    Raises: UserError that lists some ids, or the rows that share the id.
+    Raises: UserError with some ids, or with the rows that share the id.
     """
     ids: list[str] = []
     numbered: TaskRow | None = None

@@ -1,7 +1,4 @@
-"""Rows as text for people: the table of a run, and one trajectory.
-
-Pure functions over the columns of DESIGN 5.4; nothing here reads files or knows colours.
-"""
+"""Formats rows as text: the table of a run, and one trajectory. Pure functions without I/O."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ _OUTPUT_LINES = 12
 
 
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that command a terminal, or turn the order of a line about."""
+"""Control characters, and characters that change the direction of text."""
 
 
 def visible(text: str) -> str:
-    """Text that a terminal only shows: what models and programs wrote must not command it."""
+    """Escape control characters in texts of models and programs."""
     return _UNSEEN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def number(value: float | int | None) -> str:
-    """A count with thousands separators; a dash for what is unknown."""
+    """A count with thousands separators; a dash for None."""
     return "-" if value is None else f"{value:,}"
 
 
 def reward(value: float | None) -> str:
-    """A reward as people read it: 1.0, 0.25, or a dash when not graded."""
+    """A reward, such as 1.0 or 0.25; a dash for None."""
     return "-" if value is None else f"{round(value, 3)}"
 
 
@@ -106,7 +103,7 @@ def clip(text: str, width: int) -> str:
 
 
 def trajectory(row: Row) -> str:
-    """One trajectory from its first line to the verifier's word."""
+    """One trajectory with its messages and the result of the verifier."""
     lines = [headline(row), *_models_of_calls(row)]
     infos = row["message_info"]
     for text, info in zip(row["messages"], infos, strict=True):
@@ -121,7 +118,7 @@ def trajectory(row: Row) -> str:
 
 
 def headline(row: Row) -> str:
-    """The first line: what it was, and how it ended."""
+    """The first line: task, reward, ending, usage and time."""
     usage, timing = row["usage"], row["timing"]
     ended = row["end_reason"] if not row["cause"] else f"{row['end_reason']} ({row['cause']})"
     parts = (
@@ -136,7 +133,7 @@ def headline(row: Row) -> str:
 
 
 def _models_of_calls(row: Row) -> list[str]:
-    """Who was asked, where that was not one model alone."""
+    """Requested and served models, when there are several."""
     requested = Counter(call["model"] for call in row["calls"])
     if len(requested) < 2:
         return []
@@ -187,7 +184,7 @@ def call_text(call: Row) -> str:
 
 
 def tool_output(content: str) -> str:
-    """What a tool printed, without the envelope that the model saw."""
+    """The output of a tool, without its JSON envelope."""
     try:
         value = json.loads(content)
     except ValueError:
@@ -214,8 +211,8 @@ def indented(text: str) -> list[str]:
 
 
 def causes(rows: Iterable[Row]) -> str:
-    """One line for each way in which attempts failed: how many, what the first one said, and which
-    rows of the dataset they were."""
+    """One line per kind of failure: the number of attempts, the first error, and the rows of the
+    dataset."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -232,7 +229,7 @@ def causes(rows: Iterable[Row]) -> str:
 
 
 _PLACE = re.compile(r"(?:\w+: )?\S+?:(\d+): ")
-"""Where a bad row is, at the beginning of what is wrong with it."""
+"""The place of a bad row at the start of its error."""
 _VARIES = re.compile(r"\w*\d\w*")
 _PLACES = 12
 
@@ -279,8 +276,8 @@ def totals(rows: Sequence[Row]) -> str:
 
 
 def models(rows: Sequence[Row]) -> str:
-    """Who was asked and who answered, in attempts; empty where it was one model alone."""
-    requested = Counter(row["model"] for row in rows if row["model"])  # none: lost before it began
+    """Requested and served models by attempts; empty for a single model."""
+    requested = Counter(row["model"] for row in rows if row["model"])  # lost attempts have none
     served = Counter(name for row in rows for name in row["served_models"])
     if len({*requested, *served}) < 2:
         return ""
@@ -288,7 +285,7 @@ def models(rows: Sequence[Row]) -> str:
 
 
 def cost(usd: float, unpriced: int) -> str:
-    """A known cost and the number of calls beside it that have no price."""
+    """The known cost, and the number of calls without a price."""
     if unpriced:
         return f"unpriced ({unpriced:,} calls)" if not usd else f"${usd:.4f} + {unpriced} unpriced"
     return f"${usd:.4f}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flag:
-    """One option of a command that runs a configuration; not given, it sets nothing."""
+    """One option of a command that runs a configuration; without a value it sets nothing."""
 
     key: str
     """The key of the configuration that it sets; empty for an option of the command itself."""
@@ -32,7 +32,7 @@ class Flag:
     """Of the option, where it is not that of the parameter; `<argument>` for a positional one."""
 
     def parameter(self, name: str) -> inspect.Parameter:
-        """As typer reads it from a function's signature."""
+        """The parameter that typer reads from the signature of a function."""
         default = False if self.kind is bool else None
         if self.name == ARGUMENT:
             info = typer.Argument(default, help=self.text, metavar=self.value, show_default=False)
@@ -137,7 +137,7 @@ def _run(values: dict[str, Any]) -> int:
         raise UserError("--pilot belongs to --dry-run. Use both, or neither")
     if values["dry_run"]:
         return _pilot(config, as_json) if values["pilot"] else show_plan(config, as_json)
-    return carry_out(config, as_json).exit_code
+    return run_and_report(config, as_json).exit_code
 
 
 command = make_command(
@@ -150,11 +150,12 @@ command = make_command(
 
 
 def _config(values: dict[str, Any]) -> RunConfig:
-    """Flags before --set before --config before defaults. Raises: UserError."""
+    """The configuration of flags, --set, --config and defaults, in this order. Raises:
+    UserError."""
     from hermes_rl.config import check_keys, parse_config, set_key
 
-    data, written = merged(values, FLAGS)
-    for name, column in column_map(values["columns"]).items():
+    data, written = merge_options(values, FLAGS)
+    for name, column in parse_column_map(values["columns"]).items():
         set_key(data, f"dataset.map.{name}", column)
     check_keys(data, "run", written)
     example = "hermes-rl run tasks.jsonl --model gpt-5-mini"
@@ -171,15 +172,16 @@ def require_model(data: dict[str, Any], example: str) -> None:
         raise UserError(f"no model. Name one: {example}")
 
 
-def merged(
+def merge_options(
     values: dict[str, Any], flags: Mapping[str, Flag]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Plain data of a configuration: flags before --set before --config.
+    """Merge options into plain data of a configuration: flags override --set, which overrides
+    --config.
 
     Args:
-        values: parameter -> value; None was not given.
+        values: parameter -> value; None when not set.
 
-    Returns: the data, and dotted key -> what was typed for it.
+    Returns: the data, and dotted key -> the option that set it.
 
     Raises: UserError.
     """
@@ -208,25 +210,25 @@ def _value(flag: str, value: Any) -> Any:
     return value
 
 
-def carry_out(config: RunConfig, as_json: bool) -> Report:
-    """Run a configuration to its end, with progress and its report on the terminal."""
+def run_and_report(config: RunConfig, as_json: bool) -> Report:
+    """Run a configuration, with progress and report on the terminal."""
     from batch_runner import run_batch
 
     progress = progress_of(as_json)
     report = run_batch(config, progress=progress)
-    tell(report, progress)
+    print_report(report, progress)
     return report
 
 
 def progress_of(as_json: bool) -> Progress:
-    """Where the progress of a run goes."""
+    """The progress display of a run."""
     from batch_runner import JsonEvents, default_progress
 
     return JsonEvents() if as_json else default_progress()
 
 
-def tell(report: Report, progress: Progress) -> None:
-    """How a run ended, where its progress went."""
+def print_report(report: Report, progress: Progress) -> None:
+    """Print the report of a run like its progress."""
     from batch_runner import JsonEvents
 
     if isinstance(progress, JsonEvents):
@@ -255,7 +257,7 @@ def _pilot(config: RunConfig, as_json: bool) -> int:
 
 
 def show_plan(config: RunConfig, as_json: bool) -> int:
-    """What a configuration would run, on the terminal."""
+    """Print the result of a dry run."""
     import json
 
     from batch_runner import dry_run
@@ -269,8 +271,8 @@ def show_plan(config: RunConfig, as_json: bool) -> int:
     return ExitCode.DONE
 
 
-def column_map(texts: Iterable[str] | None) -> dict[str, str]:
-    """Our name -> the dataset's. Raises: UserError for what is no pair."""
+def parse_column_map(texts: Iterable[str] | None) -> dict[str, str]:
+    """Parse `NAME=COLUMN` of `--map`. Raises: UserError for other text."""
     pairs = [(text, *text.partition("=")) for text in texts or ()]
     for text, name, _, column in pairs:
         if not name or not column:

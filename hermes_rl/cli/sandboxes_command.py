@@ -1,4 +1,4 @@
-"""`hermes-rl sandboxes`: what runs on this machine, and what dead workers left."""
+"""`hermes-rl sandboxes`: sandboxes on this machine, and those that dead workers left."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _print_workers(found: Sequence[Worker], where: str) -> None:
 
 @app.command("reap")
 def reap_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config = None) -> int:
-    """End and remove what dead workers left; sandboxes of living workers stay.
+    """End and remove sandboxes of dead workers; those of running workers are kept.
 
     Every run does this at its start.
 

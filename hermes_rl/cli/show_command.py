@@ -33,7 +33,7 @@ COLUMNS = (
     "reward", "end_reason", "cause", "error", "turns", "usage", "timing", "cost_usd",
     "unpriced_calls", "model", "served_models",
 )  # fmt: skip
-"""What the table shows, orders and looks up: a large run is never read whole for it."""
+"""Columns of the table; only these are read from a large run."""
 
 
 def command(
@@ -73,7 +73,7 @@ def command(
         rows = [row for table in tables for row in rows_of(opened, table, names)]
     rows.sort(key=SORTS[sort])
     if unit is not None:
-        chosen = whole(opened, tables, find(rows, unit, run)["trajectory_id"])
+        chosen = read_whole_row(opened, tables, find(rows, unit, run)["trajectory_id"])
         if web:
             print(pages.open_page(chosen["unit_id"][:8], pages.trajectory_page(chosen)))
         else:
@@ -97,8 +97,8 @@ def command(
     return 0
 
 
-def whole(run: Run, tables: Iterable[str], trajectory_id: str) -> Row:
-    """The row of that id with all its columns."""
+def read_whole_row(run: Run, tables: Iterable[str], trajectory_id: str) -> Row:
+    """Read a row with all its columns."""
     import pyarrow.compute as pc
 
     for table in tables:
@@ -106,11 +106,11 @@ def whole(run: Run, tables: Iterable[str], trajectory_id: str) -> Row:
         rows: list[Row] = found.filter(pc.equal(found["trajectory_id"], trajectory_id)).to_pylist()
         if rows:
             return rows[0]
-    raise UserError(f"{run.path}: the row {trajectory_id} has gone. Ask again")
+    raise UserError(f"{run.path}: the row {trajectory_id} is gone. Run the command again")
 
 
 def find(rows: list[Row], wanted: str, run: Path) -> Row:
-    """The one row that `wanted` names. Raises: UserError for none or several."""
+    """Find the row that `wanted` names. Raises: UserError for none or several units."""
     task, _, repeat = wanted.rpartition("#")
     matches = [
         row
@@ -126,17 +126,17 @@ def find(rows: list[Row], wanted: str, run: Path) -> Row:
     if len(units) > 1:
         ids = ", ".join(sorted(u[:12] for u in units)[:6])
         raise UserError(f"{wanted!r} names {len(units)} units. Give the id of one of them: {ids}")
-    # The final row says most: trajectories before failures, later attempts before earlier ones.
+    # Trajectories before failures, later attempts before earlier ones.
     return max(matches, key=lambda r: (r["status"] == "ok", r["attempt"]))
 
 
 def _print_json(rows: list[Row]) -> None:
     for row in rows:
-        print(json.dumps(_plain(row), ensure_ascii=False, default=str))
+        print(json.dumps(_decode_json_columns(row), ensure_ascii=False, default=str))
 
 
-def _plain(row: Row) -> Row:
-    """JSON columns as values instead of text."""
+def _decode_json_columns(row: Row) -> Row:
+    """Decode JSON columns."""
     out = dict(row)
     out["messages"] = [json.loads(text) for text in row["messages"]]
     for column in ("tools", "metadata", "sampling"):
@@ -149,8 +149,8 @@ def _plain(row: Row) -> Row:
 
 
 def rows_of(run: Run, table: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows with some of their columns, `trajectory_id` and `unpriced_calls` among them. Those with
-    unpriced calls get a `known_cost_usd`: the sum of their other calls."""
+    """Rows with some columns, which include `trajectory_id` and `unpriced_calls`. Rows with
+    unpriced calls get `known_cost_usd`, the cost of their other calls."""
     rows: list[dict[str, Any]] = run.arrow(table, columns).to_pylist()
     if any(row["unpriced_calls"] for row in rows):
         known = _known_costs(run, table)

@@ -1,4 +1,4 @@
-"""`hermes-rl status`: what a run is doing, from any other terminal."""
+"""`hermes-rl status`: the state of a run, from any other terminal."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ class Status:
 
     path: str
     driver: int | None
-    """Process id of the driver on this machine; None when no driver runs."""
+    """Process id of the driver on this machine; None without one."""
     host: str | None
     """Where the driver runs, when it is another machine."""
     units: int | None
-    """Planned, and done although the dataset has them no longer; None while it was never read to
-    its end."""
+    """Planned units, and finished ones that left the dataset; None until it was read completely."""
     done: int
     graded: int
     solved: int
     given_up: int
     running: int
-    """Attempts that have begun and not ended."""
+    """Attempts in flight."""
     failed_attempts: int
     input_tokens: int
     output_tokens: int
     cost: str
     trouble: tuple[str, ...] = ()
-    """What calls wait for, one line for each endpoint that does not answer."""
+    """One line for each endpoint that does not answer."""
 
     def line(self) -> str:
-        """As the live line of `run` has it."""
+        """The status line."""
         verdict = f"{self.solved:,} solved" if self.graded or not self.done else "not graded"
         total = "?" if self.units is None else f"{self.units:,}"
         state = f"driver {self.driver}" if self.driver else "no driver"
@@ -61,11 +60,13 @@ class Status:
 
 def command(
     run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
-    follow: Annotated[bool, typer.Option("--follow", help="say it again every 2 s")] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="drain and end the run, resumable")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="print it every 2 s")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="let running rollouts end, then stop the run")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> int:
-    """What is going on in a run.
+    """Show the state of a run.
 
     \b
     hermes-rl status runs/my-run             once
@@ -85,11 +86,11 @@ def command(
 def read_status(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
     from batch_runner import Trouble, read_manifest
-    from hermes_rl.store import driver_of, in_flight, load_run
+    from hermes_rl.store import find_driver, in_flight, load_run
 
     run = load_run(path)
     stats = run.stats
-    holder = driver_of(run.run_dir)
+    holder = find_driver(run.run_dir)
     plan = stats["plan"]
     known = plan.get("units") is not None
     troubles = read_manifest(run.run_dir).get("trouble", ()) if holder is not None else ()

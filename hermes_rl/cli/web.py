@@ -1,6 +1,6 @@
-"""`hermes-rl show --web`: what the terminal shows, as a page in a browser where there is one.
+"""`hermes-rl show --web`: the output of `show` as an HTML page.
 
-Pages fetch nothing and run no script; what models and programs wrote is text in them.
+Pages have no scripts and no external references, and all text is escaped.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ def _text(text: str, kind: str = "") -> str:
 
 
 def open_page(name: str, text: str) -> Path:
-    """Write a page to a new temporary folder, and open it where a browser can be seen.
+    """Write a page to a new temporary folder, and open it in a browser if there is a display.
 
     Args:
-        name: of the file, without its ending.
+        name: of the file, without suffix.
     """
     path = Path(tempfile.mkdtemp(prefix="hermes-rl-show-")) / f"{name}.html"
     path.write_bytes(text.encode("utf-8", "replace"))
-    # Without a display a text browser would take the terminal.
+    # Without a display a text browser would use the terminal.
     if any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")):
         webbrowser.open(path.as_uri())
     return path

@@ -1,4 +1,4 @@
-"""The run directory: written exactly once, readable at every moment.
+"""The run directory: each row is written exactly once and readable at every moment.
 
 | file | what |
 |---|---|
@@ -25,9 +25,9 @@ from hermes_rl.lazy import attach
 if TYPE_CHECKING:
     from hermes_rl.store.append import append_attempts
     from hermes_rl.store.commit import (
+        BatchSummary,
         Commit,
         Keys,
-        Tally,
         publish_batch,
         read_commit,
         read_commits,
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
         disk_errors,
         encode_line,
         file_sha256,
-        payloads,
+        read_payloads,
     )
     from hermes_rl.store.integrity import FOREIGN, file_faults, repair_run
     from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
     from hermes_rl.store.processes import ProcessId
-    from hermes_rl.store.reader import Run, decode_metrics, driver_of, in_flight, load_run
+    from hermes_rl.store.reader import Run, decode_metrics, find_driver, in_flight, load_run
     from hermes_rl.store.rows import Derived, Finished, Grade, Group, Metric, receipt_of
     from hermes_rl.store.rundir import TABLES, Epoch, NotFenced, RunDir, is_run, order_of, stem_of
     from hermes_rl.store.schema import (

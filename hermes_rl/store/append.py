@@ -1,4 +1,4 @@
-"""Attempts that no batch run made, added to a run directory."""
+"""Attempts of other programs, added to a run directory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hermes_rl.trajectory import fold
 async def append_attempts(
     path: str | Path, identity: Mapping[str, Any], attempts: Iterable[Sequence[Event]]
 ) -> None:
-    """Add finished attempts to a run directory, which is made when it is absent. On return they are
-    published. Attempts at a unit that it has already are left out.
+    """Add finished attempts to a run directory, which is created if needed, and publish them.
+    Attempts at a unit that the run already has are skipped.
 
     Args:
-        identity: takes the place of a configuration's identity.
-        attempts: the events of each, from `Begun` to `Ended`; its epoch and run id are replaced.
+        identity: used as the identity of the configuration.
+        attempts: the events of each, from `Begun` to `Ended`; epoch and run id are replaced.
 
     Raises: UserError, StoreError and DiskFull, as `open_run`.
     """

@@ -1,7 +1,6 @@
-"""Publishing a sealed batch: steps 7 to 9 of the commit protocol, the same for writer and
-recovery.
+"""Publishes a sealed batch: steps 7 to 9 of the commit protocol, for writers and recovery.
 
-A redo gives the same rows under the same names, so it may be killed and repeated at will.
+A redo writes the same rows under the same names, so it may be killed and repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
-from hermes_rl.store.files import check_digest, file_sha256, payloads, with_digest
+from hermes_rl.store.files import add_digest, check_digest, file_sha256, read_payloads
 from hermes_rl.store.rundir import SCHEMA_VERSION, TABLES, RunDir, part_name
 from hermes_rl.store.summary import Summary
 from hermes_rl.text import SECRETS
@@ -34,7 +33,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     end_reason: str
     cause: str | None
     fatal_command: str | None = None
-    """Names the tool call under which its sandbox died."""
+    """The tool call during which its sandbox died."""
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,17 +43,17 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     epoch: list[int]
     attempt: list[int]
     table: str
-    """One letter per attempt: `t` for trajectories, `f` for failures. What is made from other rows
-    (groups, grades) is no attempt and has no key."""
+    """One letter per attempt: `t` for trajectories, `f` for failures. Derived rows (groups, grades)
+    belong to no attempt and have no key."""
     end: list[int]
     cause: list[int]
     """-1 for none."""
     names: list[str]
     fatal_commands: dict[int, str] = {}
-    """By place of the attempt in these columns."""
+    """By position of the attempt in these columns."""
 
     @classmethod
-    def of(cls, outcomes: Iterable[Outcome]) -> Keys:
+    def from_outcomes(cls, outcomes: Iterable[Outcome]) -> Keys:
         """The columns of some attempts."""
         ended = list(outcomes)
         names: dict[str, int] = {}
@@ -97,7 +96,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of commits/STEM.json: the batch exists from this file on."""
+    """The content of commits/STEM.json, which makes the batch exist."""
 
     stem: str
     schema_version: int
@@ -111,15 +110,15 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 _decode_commit = msgspec.json.Decoder(Commit).decode
 
 
-class Tally:
-    """Collects keys and summary of a batch while its rows pass by."""
+class BatchSummary:
+    """Collects the keys and the summary of a batch row by row."""
 
     def __init__(self) -> None:
         self._summary = Summary()
         self._ended: list[Outcome] = []
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Count a `done` line; rows made from other rows do not count."""
+        """Count a `done` line, except for derived rows."""
         if "row" not in line:
             return
         row = line["row"]
@@ -142,29 +141,29 @@ class Tally:
             stem=stem,
             schema_version=SCHEMA_VERSION,
             committed_at=committed_at,
-            keys=Keys.of(self._ended),
+            keys=Keys.from_outcomes(self._ended),
             parts=list(parts),
             summary=self._summary,
         )
 
 
-def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True) -> Commit | None:
+def publish_batch(run_dir: RunDir, done: Path, stem: str, *, strict: bool = True) -> Commit | None:
     """Publish the rows of a sealed `done` file, then unlink it. Blocking: for threads.
 
     Args:
         done: the sealed file.
         stem: EPOCH-WORKER-SEQ.
-        sound: False skips damaged lines (repair).
+        strict: False skips damaged lines (repair).
 
     Returns None when there is nothing to publish: no rows, or committed already.
-    Raises: DiskFull (the `done` file stays), DamagedFile, StoreError when what was published is
-    not what was written.
+    Raises: DiskFull (the `done` file stays), DamagedFile, StoreError when published parts differ
+    from what was written.
     """
     commit = None
-    if _published(run_dir, stem):  # maybe by a writer that was killed before the name was on disk
+    if _is_published(run_dir, stem):  # the name may not be durable yet
         run_dir.storage.sync_path(run_dir.path / "commits")
     else:
-        commit = _commit(run_dir, payloads(done, sound=sound), stem)
+        commit = _write_batch(run_dir, read_payloads(done, strict=strict), stem)
     for part in commit.parts if commit is not None else ():
         if fault := part_fault(run_dir, stem, part):
             raise StoreError(f"{run_dir.part_path(part.table, stem)} {fault}; {done} is kept")
@@ -174,7 +173,7 @@ def publish_batch(run_dir: RunDir, done: Path, stem: str, *, sound: bool = True)
 
 
 def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False) -> str | None:
-    """Why a part is not the file that was committed; None when it is.
+    """How a part differs from the file that was committed; None when it does not.
 
     Args:
         content: also compare the digest, which reads the whole file.
@@ -183,11 +182,11 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return "is no file, but its batch is committed"
+            return "is not a file, but its batch is committed"
         if status.st_size != part.size:
-            return f"has {status.st_size} bytes, committed were {part.size}"
+            return f"has {status.st_size} bytes, but {part.size} were committed"
         if content and file_sha256(path) != part.sha256:
-            return "is not the file that was committed: its sha256 is another"
+            return "is not the file that was committed: its sha256 differs"
     except FileNotFoundError:
         return "is missing, but its batch is committed"
     except OSError as error:
@@ -195,44 +194,44 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
     return None
 
 
-def _published(run_dir: RunDir, stem: str) -> bool:
-    """Whether a batch is committed, and its parts hold what was committed."""
+def _is_published(run_dir: RunDir, stem: str) -> bool:
+    """Whether a batch is committed and its parts are intact."""
     if not run_dir.committed(stem):
         return False
     try:
         commit = read_commit(run_dir, stem)
     except StoreError:
-        return False  # the rows are at hand: they are written again
+        return False  # the rows are written again
     return not any(part_fault(run_dir, stem, part, content=True) for part in commit.parts)
 
 
 def read_commits(run_dir: RunDir) -> Iterator[Commit]:
-    """All commits, one in memory at a time. Units whose rows are gone are not done in them.
+    """Yield all commits. Units whose rows are missing are not done in them.
 
     Raises: StoreError when one cannot be read.
     """
     for stem in run_dir.commit_stems():
-        yield _as_found(run_dir, read_commit(run_dir, stem))
+        yield _without_missing_rows(run_dir, read_commit(run_dir, stem))
 
 
-def _as_found(run_dir: RunDir, commit: Commit) -> Commit:
-    """A commit without the finished units whose rows its part no longer holds: their attempts
-    count as lost with their driver."""
+def _without_missing_rows(run_dir: RunDir, commit: Commit) -> Commit:
+    """A commit without the finished units whose rows are missing from its part: their attempts
+    count as `driver_lost`."""
     part = next((p for p in commit.parts if p.table == "trajectories"), None)
     if part is None or part_fault(run_dir, commit.stem, part) is None:
         return commit
-    held = _keys_in(run_dir.part_path(part.table, commit.stem))
+    present = _read_part_keys(run_dir.part_path(part.table, commit.stem))
     found = [
         msgspec.structs.replace(o, done=False, cause="driver_lost")
-        if o.done and (o.key.unit_id, o.key.attempt) not in held
+        if o.done and (o.key.unit_id, o.key.attempt) not in present
         else o
         for o in commit.keys.outcomes()
     ]
-    summary = commit.summary if held else Summary()
-    return msgspec.structs.replace(commit, keys=Keys.of(found), summary=summary)
+    summary = commit.summary if present else Summary()
+    return msgspec.structs.replace(commit, keys=Keys.from_outcomes(found), summary=summary)
 
 
-def _keys_in(part: Path) -> set[tuple[str, int]]:
+def _read_part_keys(part: Path) -> set[tuple[str, int]]:
     """Unit and attempt of all rows of a part; empty when it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -252,15 +251,15 @@ def read_commit(run_dir: RunDir, stem: str) -> Commit:
 
 def write_commit(run_dir: RunDir, commit: Commit) -> None:
     """Step 8."""
-    data = with_digest(SECRETS.scrub_bytes(msgspec.json.encode(commit)))
+    data = add_digest(SECRETS.scrub_bytes(msgspec.json.encode(commit)))
     run_dir.storage.put(f"commits/{commit.stem}.json", data, point="publish-8")
 
 
-def _commit(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None:
+def _write_batch(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None:
     from hermes_rl.store.parts import PartWriter
     from hermes_rl.store.schema import schema_of
 
-    tally, writers = Tally(), dict[str, PartWriter]()
+    tally, writers = BatchSummary(), dict[str, PartWriter]()
     try:
         for payload in lines:
             line = msgspec.json.decode(payload)
@@ -277,7 +276,7 @@ def _commit(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None
         written = [(table, writers[table]) for table in TABLES if table in writers]
         parts = [publish_part(run_dir, writer, table, stem) for table, writer in written]
     finally:
-        for writer in writers.values():  # what an error or a full disk kept from its final name
+        for writer in writers.values():  # removes parts that were not published
             writer.abandon()
     commit = tally.commit(stem, parts, time.time())
     write_commit(run_dir, commit)

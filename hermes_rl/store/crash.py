@@ -1,9 +1,9 @@
-"""A hook for tests: the process kills itself at a named step of the commit protocol.
+"""Crash points for tests: the process kills itself at a named step of the commit protocol.
 
-`HERMES_RL_CRASH_AT=publish-7-renamed:2` dies (kill -9) at the second passing of that point;
-`publish-7-renamed:2:15` stalls there for 15 s, as a disk does that does not answer. The
-variable is read when a run directory is opened, never at import. Points are numbered after
-the steps of the protocol: attempt 1-5, publish 6-9, recovery R1-R6.
+`HERMES_RL_CRASH_AT=publish-7-renamed:2` kills the process (kill -9) when it reaches that point for
+the second time; `publish-7-renamed:2:15` stalls there for 15 s, like a disk that does not answer.
+The variable is read when a run directory is opened. Points are numbered like the steps of the
+protocol: attempt 1-5, publish 6-9, recovery R1-R6.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CRASH_POINTS = (
 
 
 class CrashHook:
-    """Counts the passings of one point and dies at the wanted one.
+    """Counts how often one point is reached, and kills the process there.
 
     Args:
-        spec: `NAME` or `NAME:K` (K-th passing, 1-based), and `NAME:K:SECONDS` to stall there and
-            go on; empty for never.
+        spec: `NAME` or `NAME:K` (K-th time, from 1), or `NAME:K:SECONDS` to stall there and
+            continue; empty for never.
 
-    Raises: ValueError for a name that is no crash point, and for a stall in mid-write.
+    Raises: ValueError for an unknown crash point, and for a stall in the middle of a write.
     """
 
     def __init__(self, spec: str = "") -> None:
@@ -68,11 +68,11 @@ class CrashHook:
 
     @classmethod
     def from_environment(cls) -> CrashHook:
-        """The hook that the environment asks for."""
+        """The hook that the environment variable configures."""
         return cls(os.environ.get(CRASH_VARIABLE, ""))
 
     def due(self, name: str) -> bool:
-        """Count one passing; True when this is the one to die at."""
+        """Count one time that a point is reached; True when the process shall die there."""
         if name != self._name:
             return False
         self._left -= 1
@@ -83,7 +83,7 @@ class CrashHook:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def __call__(self, name: str) -> None:
-        """Pass a point: die or stall when it is due."""
+        """Reach a point: die or stall when it is due."""
         if not self.due(name):
             return
         if self._stall_s:

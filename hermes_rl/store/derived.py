@@ -1,9 +1,9 @@
-"""Rows that a driver makes from rows of its run: grades and groups. A kill loses none of them.
+"""Derived rows: grades and groups, which a driver makes from rows of its run. A kill loses none.
 
-Finished rows go the way of attempts: a line of a `done` file, durable at once, and published with
-others. Calls that a kill cuts are recorded too: attempts have `live` files for that, grades and
-groups have `asked` files. These hold each row as it would be if its work came to nothing, and then
-the events of that work. They are read after a kill alone.
+Finished rows are written like those of attempts: a durable line of a `done` file that is published
+later. Calls that a kill interrupts are recorded, too: attempts have `live` files for that, derived
+rows have `asked` files. These contain each row as it is recorded when its work is interrupted, and
+the events of that work. They are only read after a kill.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from hermes_rl.events import CallStarted, Ended, Event
-from hermes_rl.store.files import AppendFile, payloads
+from hermes_rl.store.files import AppendFile, read_payloads
 from hermes_rl.store.journal import (
     PUBLISH_EVERY_S,
     EventFiles,
     JournalWriter,
     Publisher,
-    decoded,
+    decode_lines,
     encode,
 )
 from hermes_rl.store.rows import Derived, Grade, Group
@@ -32,11 +32,11 @@ from hermes_rl.text import SECRETS
 from hermes_rl.trajectory import fold
 
 FILE_BYTES = 16 * 1024 * 1024
-"""Size from which a new `asked` file is begun."""
+"""Size from which a new `asked` file is started."""
 
 
 class PendingLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of an `asked` file: of each pending row the row first, then its events."""
+    """One line of an `asked` file: a pending row, or an event of its work."""
 
     n: int
     """Number of the row in this journal."""
@@ -48,7 +48,8 @@ _decode = msgspec.json.Decoder(PendingLine).decode
 
 
 class PendingRow:
-    """Takes the events of the work for one row (a `ports.Recorder`); they outlive a kill."""
+    """Records the events of the work for one row (a `ports.Recorder`), so that they survive a
+    kill."""
 
     def __init__(self, files: EventFiles, row: Derived) -> None:
         self.file: AppendFile
@@ -63,7 +64,7 @@ class PendingRow:
 
 
 class DerivedWriter:
-    """Writes derived rows, and notes before them what is under way; see `open_derived_writer`."""
+    """Writes derived rows, and before them the pending work; see `open_derived_writer`."""
 
     def __init__(self, journal: JournalWriter) -> None:
         run_dir = journal.run_dir
@@ -73,10 +74,10 @@ class DerivedWriter:
         )
 
     def begin(self, row: Derived) -> PendingRow:
-        """Begin the work for a row.
+        """Start the work for a row.
 
         Args:
-            row: what is recorded, with the calls that were made, when a kill cuts the work.
+            row: recorded with the calls so far when a kill interrupts the work.
 
         Raises: DiskFull.
         """
@@ -89,8 +90,8 @@ class DerivedWriter:
         """Write rows; they are durable on return.
 
         Args:
-            rows: None when nothing came of the work.
-            pending: the work that ends with them.
+            rows: None when the work had no result.
+            pending: the work that ends.
 
         Raises: DiskFull.
         """
@@ -104,15 +105,15 @@ class DerivedWriter:
 async def open_derived_writer(
     run_dir: RunDir, epoch: int, *, every_s: float = PUBLISH_EVERY_S
 ) -> AsyncIterator[DerivedWriter]:
-    """A writer of derived rows; all of them are published when it is left.
+    """Open a writer of derived rows; all rows are published at the end.
 
     Args:
         epoch: of the driver, which holds LOCK.
-        every_s: a row is published when it is this old, with those that came since.
+        every_s: rows are published at this age.
 
-    Raises: DiskFull, also when it is left: what was written is published by the next start.
+    Raises: DiskFull, also at the end; the next start then publishes the rows.
     """
-    async with JournalWriter(run_dir, epoch, _free_name(run_dir, epoch)) as journal:
+    async with JournalWriter(run_dir, epoch, _unused_writer_name(run_dir, epoch)) as journal:
         publisher = Publisher(journal, every_s=every_s)
         writer = DerivedWriter(journal)
         publishing = asyncio.create_task(publisher.run())
@@ -122,15 +123,15 @@ async def open_derived_writer(
             clean = True
         finally:
             publishing.cancel()
-            await asyncio.gather(publishing, return_exceptions=True)  # drain meets a full disk too
+            await asyncio.gather(publishing, return_exceptions=True)  # drain raises for a full disk
             try:
                 await publisher.drain()
             finally:
                 writer.pending.close(keep_open=not clean)
 
 
-def _free_name(run_dir: RunDir, epoch: int) -> str:
-    """A writer's name that this epoch has not used: stems name their rows for ever."""
+def _unused_writer_name(run_dir: RunDir, epoch: int) -> str:
+    """A writer name that this epoch has not used, since stems are never reused."""
     names = (f"derived{number}" for number in itertools.count())
     return next(
         name
@@ -140,18 +141,18 @@ def _free_name(run_dir: RunDir, epoch: int) -> str:
     )
 
 
-def cut_rows(run_dir: RunDir, writer: str, *, sound: bool = True) -> list[Derived]:
-    """The pending rows of a dead writer for which calls were made. Blocking.
+def recover_pending_rows(run_dir: RunDir, writer: str, *, strict: bool = True) -> list[Derived]:
+    """Return the pending rows of a dead writer for which calls were made. Blocking.
 
-    Its finished rows must be published: calls that they hold are left out.
+    Its finished rows must be published already: their calls are left out.
 
-    Raises: DamagedFile, when `sound`.
+    Raises: DamagedFile, when `strict`.
     """
     found: list[Derived] = []
     for _, path in run_dir.journals("asked", writer):
         rows: dict[int, Derived] = {}
         events: dict[int, list[Event]] = {}
-        for line in decoded(payloads(path, sound=sound), _decode):
+        for line in decode_lines(read_payloads(path, strict=strict), _decode):
             if line.row is not None:
                 rows[line.n] = line.row
             elif line.e is not None:

@@ -1,4 +1,4 @@
-"""The driver's hold on a run directory: lock, epoch, recovery, ledger, dispatches and receipts."""
+"""The driver of a run directory: lock, epoch, recovery, ledger, dispatches and receipts."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import canonical_json
 from hermes_rl.ports import Receipt, WorkItem
-from hermes_rl.store.files import one_line_errors, with_digest
+from hermes_rl.store.files import add_digest, convert_os_errors
 from hermes_rl.store.journal import Dispatched, DispatchJournal
 from hermes_rl.store.ledger import Disposition, Ledger
-from hermes_rl.store.processes import Held
-from hermes_rl.store.recovery import Recovery, Report, quarantined, twice_message
+from hermes_rl.store.processes import HeldLock
+from hermes_rl.store.recovery import Recovery, RecoveryReport, duplicate_message, quarantined
 from hermes_rl.store.rows import Derived
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
 from hermes_rl.text import SECRETS
 
-_SHOWN = 40
-"""Characters of a value."""
+_MAX_VALUE_CHARS = 40
+"""Longer values are cut in error messages."""
 
 
 def refuse_changes(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises: StoreError when the identities differ."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = dict(_flatten(before)), dict(_flatten(now))
     codes = [{n: canonical_json(v) for n, v in values.items()} for values in (old, new)]
     names = [n for n in {**old, **new} if codes[0].get(n) != codes[1].get(n)]
     if not names:
         return
-    changes = [f"{_short(n, names)} {_text(old.get(n))}, now {_text(new.get(n))}" for n in names]
-    keep = f"Keep {_text(old.get(names[0]))}" if len(names) == 1 else "Keep these"
+    changes = [
+        f"{_short_name(n, names)} {_format_value(old.get(n))}, now {_format_value(new.get(n))}"
+        for n in names
+    ]
+    keep = f"Keep {_format_value(old.get(names[0]))}" if len(names) == 1 else "Keep these"
     raise StoreError(
-        f"{path} was made with {'; '.join(changes)}. {keep}, or choose --out {_free(path)}"
+        f"{path} was made with {'; '.join(changes)}. {keep}, or choose --out {_unused_path(path)}"
     )
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from _flatten(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item
 
 
-def _short(name: str, names: list[str]) -> str:
-    """The last part of a dotted name, when no other changed name ends alike; the whole name within
-    an environment, whose parts are called like others of the run."""
+def _short_name(name: str, names: list[str]) -> str:
+    """The last part of a dotted name if it is unique among the changed names; the whole name within
+    an environment, whose keys resemble those of the run."""
     if name.startswith("env."):
         return name
     leaf = name.rpartition(".")[2]
@@ -62,16 +65,16 @@ def _short(name: str, names: list[str]) -> str:
     return leaf if len(alike) == 1 else name
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, float):
         return repr(value)
     text = value if isinstance(value, str) else canonical_json(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
-def _free(path: Path) -> Path:
+def _unused_path(path: Path) -> Path:
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(other for other in others if not other.exists())
 
@@ -83,9 +86,9 @@ class OpenOptions:
     max_attempts: int = 3
     """Counted failures after which a unit is given up."""
     retry_failed: bool = False
-    """Open again what was given up."""
+    """Reopen units that were given up."""
     grace_s: float = GRACE_S
-    """Old writers get this long to end before they are killed."""
+    """Time for old writers to end before they are killed."""
     fsync_delay_s: float = 0.0
     """Slows every fsync, for tests."""
 
@@ -96,7 +99,7 @@ class Driver:
     def __init__(
         self,
         run_dir: RunDir,
-        lock: Held,
+        lock: HeldLock,
         epoch: Epoch,
         ledger: Ledger,
         recovery: Recovery,
@@ -107,7 +110,7 @@ class Driver:
         self.epoch = epoch.epoch
         self.run_id = epoch.run_id
         self.ledger = ledger
-        self._lock: Held | None = lock
+        self._lock: HeldLock | None = lock
         self._recovery = recovery
         self._journal = DispatchJournal(run_dir, f"{epoch.epoch}-driver")
         self._in_flight: dict[AttemptKey, Dispatched] = {}
@@ -115,8 +118,8 @@ class Driver:
         self._recovering = asyncio.Lock()
 
     @property
-    def report(self) -> Report:
-        """What recovery found, at the start and since."""
+    def report(self) -> RecoveryReport:
+        """The results of recovery, at the start and since."""
         return self._recovery.report
 
     @property
@@ -125,12 +128,12 @@ class Driver:
         return len(self._in_flight)
 
     def dispatch(self, item: WorkItem, writer: str) -> None:
-        """Step 1: note an attempt before it is sent to a writer. Raises: DiskFull."""
+        """Step 1: record an attempt before it is sent to a writer. Raises: DiskFull."""
         line = self._journal.append(item, writer)
         self._in_flight[line.key] = line
 
     def receive(self, receipt: Receipt) -> Disposition:
-        """Step 5: take a receipt into the ledger; says what became of the unit."""
+        """Step 5: apply a receipt to the ledger. Returns the new state of the unit."""
         key = AttemptKey(unit_id=receipt.unit_id, epoch=receipt.epoch, attempt=receipt.attempt)
         if self._in_flight.pop(key, None) is not None:
             self._apply(receipt)
@@ -138,34 +141,34 @@ class Driver:
         return self.ledger.disposition(receipt.unit_id)
 
     async def recover_worker(self, writer: str, cause: str = "worker_lost") -> list[Receipt]:
-        """Take over from a worker that died: fence it, publish what it finished, and give each
-        attempt that died with it a row with this cause.
+        """Recover a dead worker: fence it, publish its finished attempts, and write a row with this
+        cause for each attempt that it lost.
 
-        Returns receipts of its attempts that had none yet; the ledger knows them.
+        Returns the missing receipts of its attempts; they are applied to the ledger.
         Raises: NotFenced when it still runs; StoreError when its journal is damaged; DiskFull.
         """
         return await to_end(self._take_over(writer, cause))
 
     async def _take_over(self, writer: str, cause: str) -> list[Receipt]:
-        # Before the lock: nobody else waits for a process that is slow to end.
+        # Before the lock, so that only this recovery waits for a process that ends slowly.
         await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
         async with self._recovering:
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
-            receipts = await in_thread(self._recovery.of_worker, writer, cause, sent)
+            receipts = await in_thread(self._recovery.recover_worker, writer, cause, sent)
         missing = [receipts[key] for key in sent if self._in_flight.pop(key, None) is not None]
         for receipt in missing:
             self._apply(receipt)
         return missing
 
     async def publish(self, derived: Derived) -> None:
-        """Publish rows that were made from rows of this run, as a batch of its own.
+        """Publish derived rows as a batch of their own.
 
         Raises: DiskFull.
         """
         await to_end(self._publish(derived))
 
     async def _publish(self, derived: Derived) -> None:
-        async with self._recovering:  # one batch of the driver's own at a time
+        async with self._recovering:  # one batch of the driver at a time
             await in_thread(self._recovery.publish_directly, [derived])
 
     def _apply(self, receipt: Receipt) -> None:
@@ -184,13 +187,13 @@ class Driver:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Let the run directory go. Attempts without a receipt are left to the next start."""
+        """Close the run directory. Attempts without a receipt are recovered by the next start."""
         if self._lock is not None:
             await in_thread(self._journal.close, not self._in_flight)
             self.release()
 
     def release(self) -> None:
-        """Let LOCK go, whatever else is open."""
+        """Release LOCK."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -205,12 +208,12 @@ async def open_run(
     """Open a run directory as its only driver: R1 to R5, then the ledger is ready.
 
     Args:
-        path: the run directory; made when absent.
+        path: the run directory; created if needed.
         identity: the identity sections of the configuration, plain JSON values.
-        meta: for people; `config_hash` is used in rows of attempts that never began.
+        meta: for people; `config_hash` is used in rows of attempts that never started.
         options: see there.
 
-    Raises: UserError for a place that cannot be used; StoreError when the run is in use, damaged,
+    Raises: UserError for a path that cannot be used; StoreError when the run is in use, damaged,
     newer or of another configuration; DiskFull.
     """
     opened: list[Driver] = []
@@ -235,7 +238,7 @@ def _open(
     run_dir.create()
     lock = run_dir.lock()
     try:
-        with one_line_errors(run_dir.path):
+        with convert_os_errors(run_dir.path):
             run_dir.crash("recover-1-locked")
             epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
             if damaged := quarantined(run_dir):
@@ -245,9 +248,9 @@ def _open(
                 )
             recovery, ledger = Recovery(run_dir, epoch), Ledger(options.max_attempts)
             recovery.report.epochs_lost = epoch.epoch - len(run_dir.epochs())
-            report = recovery.at_start(ledger, grace_s=options.grace_s)
-            if report.twice:
-                raise StoreError(twice_message(run_dir, report.twice[0]))
+            report = recovery.recover_writers(ledger, grace_s=options.grace_s)
+            if report.duplicates:
+                raise StoreError(duplicate_message(run_dir, report.duplicates[0]))
             if options.retry_failed:
                 ledger.reopen_given_up()
             run_dir.crash("recover-6-ready")
@@ -263,12 +266,12 @@ def begin_epoch(
     meta: dict[str, Any],
     max_attempts: int | None = None,
 ) -> Epoch:
-    """R1: compare the configuration with the run's and begin the next epoch.
+    """R1: compare the configuration with that of the run and start the next epoch.
 
     Args:
-        identity: None takes the run's own (repair).
+        identity: None uses that of the run (repair).
         meta: for people.
-        max_attempts: None takes that of the last start.
+        max_attempts: None uses that of the last start.
 
     Raises: StoreError for a run that is newer or of another configuration.
     """
@@ -288,7 +291,7 @@ def begin_epoch(
         max_attempts=max_attempts or (last.max_attempts if last else 3),
         meta=meta,
     )
-    data = with_digest(msgspec.json.encode(epoch))
+    data = add_digest(msgspec.json.encode(epoch))
     if not run_dir.storage.put_new(f"epochs/{epoch.epoch}.json", data):
         raise StoreError(f"{run_dir.path}: another driver began epoch {epoch.epoch}")
     run_dir.crash("recover-1-epoch")

@@ -4,10 +4,9 @@ A published file is whole or absent: temporary name, fsync, rename, fsync of the
 file is only appended to. Each of its lines is `LENGTH CRC32 JSON\\n`: the length of the JSON in
 bytes, and 8 hex digits of checksum.
 
-A kill tears the tail of a journal file. A power loss tears pages that were not yet on disk: they
-read as zeros, and later pages may be there. Any other bad line is damage and is reported. A line
-says with `synced` how many bytes of its file were on disk when it was written: zeros before that
-are damage too.
+A kill leaves an incomplete last line. A power loss loses pages that were not yet on disk: they read
+as zeros, even before later pages. Any other bad line is damage and is reported. `synced` in a line
+is the number of bytes of its file that were on disk before; zeros in them are damage, too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def encode_line(payload: bytes) -> bytes:
 
 
 def decode_line(line: bytes) -> bytes | None:
-    """The payload of a line with its newline, or None when it is torn or damaged."""
+    """The payload of a line with its newline; None when it is incomplete or damaged."""
     head, _, rest = line.partition(b" ")
     checksum, _, body = rest.partition(b" ")
     if not body.endswith(b"\n") or not head.isdigit() or len(checksum) != 8:
@@ -63,14 +62,14 @@ class _Synced(msgspec.Struct):
 _decode_synced = msgspec.json.Decoder(_Synced).decode
 
 
-def payloads(path: Path, *, sound: bool = True) -> Iterator[bytes]:
-    """The payloads of a file, one in memory at a time, without what a kill or a power loss tore.
+def read_payloads(path: Path, *, strict: bool = True) -> Iterator[bytes]:
+    """Yield the payloads of a file, without lines that a kill or a power loss damaged.
 
     Args:
-        sound: False skips damaged lines (repair).
+        strict: False skips damaged lines (repair).
 
-    Raises: FileNotFoundError; StoreError when it is no file; DamagedFile for a bad line that is
-        neither the tail nor an unwritten page, when `sound`.
+    Raises: FileNotFoundError; StoreError for anything but a file; DamagedFile for a bad line that
+        is neither the last one nor an unwritten page, when `strict`.
     """
     unwritten: tuple[int, int] | None = None
     for number, offset, line, last in _lines(path):
@@ -79,9 +78,9 @@ def payloads(path: Path, *, sound: bool = True) -> Iterator[bytes]:
             if unwritten is not None and _decode_synced(payload).synced > unwritten[1]:
                 raise DamagedFile(path, *unwritten)
             yield payload
-        elif sound and b"\0\0" in line:  # a flipped bit makes one zero at most
+        elif strict and b"\0\0" in line:  # a flipped bit gives at most one zero byte
             unwritten = unwritten or (number, offset)
-        elif sound and not last:
+        elif strict and not last:
             raise DamagedFile(path, number, offset)
 
 
@@ -97,8 +96,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes, bool]]:
         number, offset = 1, 0
         line = file.readline()
         while line:
-            # Only the end of a file has no newline. What a writer adds at this moment is ignored,
-            # or the line that it is about to complete would be taken for a damaged one.
+            # Only the last line has no newline. A writer may be completing it: it is the last one
+            # even if more follows now.
             after = file.readline() if line.endswith(b"\n") else b""
             yield number, offset, line, not after
             number, offset, line = number + 1, offset + len(line), after
@@ -113,25 +112,25 @@ def file_sha256(path: Path) -> str:
 _DIGEST = b',"sha256":"'
 
 
-def with_digest(content: bytes) -> bytes:
-    """A JSON object that also has the digest of itself, as its last field."""
+def add_digest(content: bytes) -> bytes:
+    """Add the digest of a JSON object to it as the last field."""
     digest = hashlib.sha256(content).hexdigest().encode()
     return content[:-1] + _DIGEST + digest + b'"}'
 
 
 def check_digest(content: bytes) -> bytes:
-    """The same content, as `with_digest` made it; one without a digest is an older version's.
+    """Check and return content of `add_digest`; older versions wrote no digest.
 
     Raises: ValueError when it was changed.
     """
     at = content.rfind(_DIGEST, -len(_DIGEST) - 66)
-    if at >= 0 and content != with_digest(content[:at] + b"}"):
-        raise ValueError("its content does not have the sha256 that it names")
+    if at >= 0 and content != add_digest(content[:at] + b"}"):
+        raise ValueError("its content does not match its sha256")
     return content
 
 
-def with_synced(payload: bytes, synced: int) -> bytes:
-    """A JSON object that also says how many bytes of its file are on disk."""
+def add_synced(payload: bytes, synced: int) -> bytes:
+    """Add the number of bytes on disk to a JSON object."""
     return b'{"synced":%d,' % synced + payload[1:] if synced else payload
 
 
@@ -139,7 +138,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Storage:
-    """The published files of a run; names are relative to the run directory. All verbs block.
+    """The published files of a run; names are relative to the run directory. All methods block.
 
     Args:
         root: the run directory.
@@ -153,7 +152,7 @@ class Storage:
         self._delay = fsync_delay_s
 
     def names(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty when there is no such folder."""
+        """The sorted names in a folder; empty when it does not exist."""
         try:
             return sorted(os.listdir(self._root / folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -164,13 +163,13 @@ class Storage:
         return (self._root / name).read_bytes()
 
     def put(self, name: str, data: bytes, *, point: str = "") -> None:
-        """Write or replace a file of text, without secrets of this process; it is whole and durable
+        """Write or replace a text file atomically, without secrets of this process; it is durable
         on return. Raises: DiskFull."""
         data = SECRETS.scrub_bytes(data)
         self.put_file(name, self._write_temporary(name, data), point=point)
 
     def put_new(self, name: str, data: bytes) -> bool:
-        """Write a file unless it exists; False when it does. Raises: DiskFull."""
+        """Write a new file. Returns False when it exists. Raises: DiskFull."""
         local = self._write_temporary(name, data)
         final = self._root / name
         with disk_errors():
@@ -196,7 +195,7 @@ class Storage:
             self._crash(f"{point}-durable")
 
     def sync_path(self, path: Path) -> None:
-        """fsync a file, or a folder: names made or changed in it are durable."""
+        """fsync a file, or a folder, whose names are durable then."""
         fd = os.open(path, os.O_RDONLY)
         try:
             time.sleep(self._delay)
@@ -211,8 +210,8 @@ class Storage:
             os.fdatasync(fd)
 
     def temporary(self, name: str) -> Path:
-        """Make an empty file in tmp/, for what will be published as `name`. Its path is its own:
-        no other process or thread has it. Raises: DiskFull."""
+        """Create an empty file with a unique name in tmp/, to be published as `name`. Raises:
+        DiskFull."""
         local = self._root / "tmp" / f"{name.replace('/', '.')}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with disk_errors():
@@ -232,7 +231,7 @@ class Storage:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Turn the errors of a full disk into DiskFull."""
+    """Convert errors of a full disk to DiskFull."""
     try:
         yield
     except OSError as error:
@@ -242,8 +241,8 @@ def disk_errors() -> Iterator[None]:
 
 
 @contextmanager
-def one_line_errors(run: Path) -> Iterator[None]:
-    """Turn errors of the file system, such as a folder in the place of a file, into StoreError."""
+def convert_os_errors(run: Path) -> Iterator[None]:
+    """Convert file system errors, such as a folder instead of a file, to StoreError."""
     try:
         yield
     except OSError as error:
@@ -253,10 +252,10 @@ def one_line_errors(run: Path) -> Iterator[None]:
 
 
 class AppendFile:
-    """A file that this process makes and alone appends to, line by line.
+    """A file that this process creates and alone appends to, line by line.
 
-    A short or failed write is undone to the last good offset, so that the file only ever holds
-    whole lines while its writer lives.
+    A short or failed write is truncated, so that the file contains only whole lines while its
+    writer runs.
     """
 
     def __init__(self, path: Path, crash: CrashHook, point: str) -> None:
@@ -267,13 +266,13 @@ class AppendFile:
         self.size = 0
         """Bytes of whole lines."""
         self.synced = 0
-        """How many of them are known to be on disk."""
+        """How many of them are on disk."""
         self._crash = crash
         self._point = point
 
     def append(self, payload: bytes) -> None:
         """Append one framed line: plain write(2), no fsync. Raises: DiskFull."""
-        line = encode_line(with_synced(payload, self.synced))
+        line = encode_line(add_synced(payload, self.synced))
         if self._crash.due(f"{self._point}-torn"):
             os.write(self._fd, line[: len(line) // 2])
             self._crash.die()
@@ -293,7 +292,7 @@ class AppendFile:
         return self._fd
 
     def close(self) -> None:
-        """Close; the content stays as it is."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,10 +1,9 @@
-"""Checks of a run directory file by file, and the repair of what recovery does not decide alone.
+"""Checks each file of a run directory, and repairs what recovery does not decide on its own.
 
-Repair recovers the good lines of damaged journal files and keeps the file in `quarantine/saved`. Of
-a unit that is finished twice it moves the later row to `failures`, with cause `duplicate`. That is
-the one case in which published parts are written anew. The order (segments, failures, trajectories,
-commit) lets it be killed and repeated: until the commit is rewritten the unit counts as done twice.
-"""
+Repair recovers the valid lines of damaged journal files and keeps the files in `quarantine/saved`.
+When a unit is finished twice, it moves the later row to `failures` with cause `duplicate`. Only
+then are published parts rewritten. Their order (segments, failures, trajectories, commit) allows it
+to be killed and repeated: until the commit is rewritten the unit counts as finished twice."""
 
 from __future__ import annotations
 
@@ -25,10 +24,16 @@ from hermes_rl.events import AttemptKey
 from hermes_rl.identity import trajectory_id
 from hermes_rl.store.commit import Keys, Part, part_fault, read_commit, write_commit
 from hermes_rl.store.driver import begin_epoch
-from hermes_rl.store.files import disk_errors, file_sha256, one_line_errors, payloads
+from hermes_rl.store.files import convert_os_errors, disk_errors, file_sha256, read_payloads
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.reader import decode_metrics, driver_of, load_run
-from hermes_rl.store.recovery import Recovery, Report, finals, foreign_parts, quarantined
+from hermes_rl.store.reader import decode_metrics, find_driver, load_run
+from hermes_rl.store.recovery import (
+    Recovery,
+    RecoveryReport,
+    find_final_rows,
+    foreign_parts,
+    quarantined,
+)
 from hermes_rl.store.rundir import FOLDERS, GRACE_S, RunDir, order_of, part_name
 from hermes_rl.store.schema import schema_of, storage_schema
 from hermes_rl.store.summary import Summary
@@ -41,10 +46,10 @@ _JOURNAL = ("done", "live", "asked", "dispatch")
 
 
 def file_faults(run_dir: RunDir) -> Iterator[Fault]:
-    """Every file that is not as it was written, and why."""
+    """Yield every damaged or missing file, and the fault."""
     for folder in FOLDERS:
         if not (run_dir.path / folder).is_dir():
-            yield run_dir.path / folder, "is missing, or no folder"
+            yield run_dir.path / folder, "is missing, or not a folder"
     yield from _epoch_faults(run_dir)
     for stem in run_dir.commit_stems():
         yield from _commit_faults(run_dir, stem)
@@ -68,11 +73,11 @@ def _epoch_faults(run_dir: RunDir) -> Iterator[Fault]:
         try:
             epoch = run_dir.epoch(number)
         except StoreError as error:
-            yield place, _why(place, error)
+            yield place, _error_text(place, error)
             continue
         run_ids.add(epoch.run_id)
         if epoch.epoch != number or len(run_ids) > 1:
-            yield place, f"is of another start: epoch {epoch.epoch} of run {epoch.run_id}"
+            yield place, f"belongs to another start: epoch {epoch.epoch} of run {epoch.run_id}"
 
 
 def _commit_faults(run_dir: RunDir, stem: str) -> Iterator[Fault]:
@@ -81,7 +86,7 @@ def _commit_faults(run_dir: RunDir, stem: str) -> Iterator[Fault]:
         commit = read_commit(run_dir, stem)
         list(commit.keys.outcomes())
     except (StoreError, ValueError, IndexError) as error:
-        yield place, _why(place, error)
+        yield place, _error_text(place, error)
         return
     if commit.stem != stem:
         yield place, f"is the commit of {commit.stem}"
@@ -95,32 +100,32 @@ def _journal_faults(run_dir: RunDir) -> Iterator[Fault]:
     folder = run_dir.path / "journal"
     for name in run_dir.storage.names("journal"):
         if order_of(f"{name}-0")[0] and not (folder / name).is_dir():
-            yield folder / name, "is no folder"
+            yield folder / name, "is not a folder"
     for path in (path for kind in _JOURNAL for _, path in run_dir.journals(kind)):
         try:
-            for payload in payloads(path):
+            for payload in read_payloads(path):
                 msgspec.json.decode(payload)
         except FileNotFoundError:
-            continue  # its owner has just published it
+            continue  # its writer has just published it
         except (OSError, StoreError, msgspec.DecodeError) as error:
-            yield path, _why(path, error)
+            yield path, _error_text(path, error)
 
 
 def _document_faults(run_dir: RunDir) -> Iterator[Fault]:
-    """manifest.json and stats.json: they follow from the rest, and any start writes them again."""
+    """Faults of manifest.json and stats.json, which any start writes again."""
     found: dict[str, Any] = {}
     for name in ("manifest.json", "stats.json"):
         place = run_dir.path / name
         try:
             content = json.loads(place.read_bytes())
             if not isinstance(content, dict):
-                raise ValueError("holds no object")
+                raise ValueError("is not a JSON object")
             found[name] = content
         except FileNotFoundError:
             if name == "manifest.json" and (run_dir.path / "run.yaml").exists():
                 yield place, "is missing"
         except (OSError, ValueError, RecursionError) as error:
-            yield place, _why(place, error)
+            yield place, _error_text(place, error)
     if "manifest.json" in found:
         yield from _manifest_faults(run_dir, found["manifest.json"], found.get("stats.json"))
 
@@ -132,43 +137,45 @@ def _manifest_faults(
         first = run_dir.epoch(run_dir.epochs()[0])
         wanted = json.loads(json.dumps(load_run(run_dir.path, pending=False).stats))
     except (StoreError, IndexError, ValueError):
-        return  # told of the epochs or commits themselves
+        return  # reported for the epochs or commits
     if (manifest.get("run_id"), manifest.get("identity")) != (first.run_id, first.identity):
-        yield run_dir.path / "manifest.json", "is not of this run"
-    # Only a start that came to its end leaves a plan, and then its statistics.
+        yield run_dir.path / "manifest.json", "does not belong to this run"
+    # Only a start that ended regularly wrote a plan, and then the statistics.
     plan, place = manifest.get("plan"), run_dir.path / "stats.json"
-    if not plan or driver_of(run_dir) is not None or run_dir.writers():
+    if not plan or find_driver(run_dir) is not None or run_dir.writers():
         return
     if stats is None:
         if not os.path.lexists(place):
             yield place, "is missing"
         return
     if stats.get("plan") != plan:
-        yield place, "has another plan than manifest.json"
-    # Units that `--retry-failed` opened again were not given up for that start: `units` differs.
+        yield place, "has a plan that differs from manifest.json"
+    # `units` may differ: `--retry-failed` reopened units that were given up.
     differ = [
-        n for n in wanted if n not in ("plan", "units") and not _same(stats.get(n), wanted[n])
+        n
+        for n in wanted
+        if n not in ("plan", "units") and not _equal_figures(stats.get(n), wanted[n])
     ]
     if stats.get("units", {}).get("done") != wanted["units"]["done"]:
         differ.append("units")
     if differ:
-        yield place, f"is not what the commits add up to ({', '.join(differ)})"
+        yield place, f"differs from the sums of the commits ({', '.join(differ)})"
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal but for the last digits of sums, which depend on the order of the batches, and for
-    figures that only one of two versions counts, while they count nothing."""
+def _equal_figures(one: Any, other: Any) -> bool:
+    """Equal except for the last digits of sums, which depend on the order of batches, and for zero
+    figures that only one of two versions has."""
     if isinstance(one, dict) and isinstance(other, dict):
         both = one.keys() & other.keys()
         alone = [(one | other)[k] for k in one.keys() ^ other.keys()]
-        return not any(alone) and all(_same(one[k], other[k]) for k in both)
+        return not any(alone) and all(_equal_figures(one[k], other[k]) for k in both)
     if isinstance(one, float) and isinstance(other, float | int):
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
     return bool(one == other)
 
 
-def _why(place: Path, error: Exception) -> str:
-    """The first line of an error without the place, which stands before it."""
+def _error_text(place: Path, error: Exception) -> str:
+    """The first line of an error, without the place."""
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     return str(error).partition("\n")[0].removeprefix(f"{place}").lstrip(": ")
@@ -176,11 +183,11 @@ def _why(place: Path, error: Exception) -> str:
 
 @dataclass
 class RepairReport:
-    """What a repair did."""
+    """The results of a repair."""
 
-    recovery: Report
+    recovery: RecoveryReport
     saved: list[str] = field(default_factory=list)
-    """Damaged files whose good lines were recovered: where they are kept."""
+    """Where damaged files with recovered lines are kept."""
     duplicates: list[str] = field(default_factory=list)
     """Units that were finished twice."""
 
@@ -193,7 +200,7 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
     run_dir = RunDir(path)
     lock = run_dir.lock()
     try:
-        with one_line_errors(run_dir.path):
+        with convert_os_errors(run_dir.path):
             return _repair(run_dir, grace_s)
     finally:
         lock.release()
@@ -201,17 +208,17 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
 
 def _repair(run_dir: RunDir, grace_s: float) -> RepairReport:
     epoch = begin_epoch(run_dir, None, {"repair": True})
-    saved = [_give_back(run_dir, damaged) for damaged in quarantined(run_dir)]
-    recovery = Recovery(run_dir, epoch, sound=False)
-    report = recovery.at_start(Ledger(), grace_s=grace_s)
-    for unit_id in report.twice:
-        for stem, key in finals(run_dir, unit_id)[1:]:
+    saved = [_restore_quarantined(run_dir, damaged) for damaged in quarantined(run_dir)]
+    recovery = Recovery(run_dir, epoch, strict=False)
+    report = recovery.recover_writers(Ledger(), grace_s=grace_s)
+    for unit_id in report.duplicates:
+        for stem, key in find_final_rows(run_dir, unit_id)[1:]:
             move_to_failures(run_dir, stem, key)
-    return RepairReport(report, saved, report.twice)
+    return RepairReport(report, saved, report.duplicates)
 
 
-def _give_back(run_dir: RunDir, damaged: Path) -> str:
-    """Keep a second name of a quarantined file and put it back where recovery reads it."""
+def _restore_quarantined(run_dir: RunDir, damaged: Path) -> str:
+    """Link a quarantined file to `saved`, and move it back to the journal for recovery."""
     kept = run_dir.path / "quarantine" / "saved" / f"{damaged.parent.name}.{damaged.name}"
     kept.parent.mkdir(exist_ok=True)
     if not kept.exists():
@@ -227,7 +234,7 @@ CAUSE = "duplicate"
 
 
 def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
-    """Take one attempt's row out of `trajectories`. Blocking. Raises: DiskFull."""
+    """Move the row of one attempt from `trajectories` to `failures`. Blocking. Raises: DiskFull."""
     read = {name: _rows(run_dir, name, stem) for name in ("segments", "failures", "trajectories")}
     segments, failures, finals = read.values()
     mine = [r for r in finals if (r["unit_id"], r["attempt"]) == (key.unit_id, key.attempt)]
@@ -235,7 +242,7 @@ def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
     failures += [_duplicate(r) for r in mine if r["trajectory_id"] not in known]
     finals = [r for r in finals if r not in mine]
     row_id = trajectory_id(key.unit_id, key.epoch, key.attempt)
-    segments = [_untrained(s) if s["trajectory_id"] == row_id else s for s in segments]
+    segments = [_without_training(s) if s["trajectory_id"] == row_id else s for s in segments]
     tables = {"segments": segments, "failures": failures, "trajectories": finals}
     parts = [part for name, rows in tables.items() if (part := _rewrite(run_dir, name, stem, rows))]
     summary = Summary()
@@ -252,7 +259,7 @@ def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
     )
     others = [p for p in before.parts if p.table not in tables]
     after = msgspec.structs.replace(
-        before, keys=Keys.of(outcomes), parts=others + parts, summary=summary
+        before, keys=Keys.from_outcomes(outcomes), parts=others + parts, summary=summary
     )
     write_commit(run_dir, after)
 
@@ -270,8 +277,8 @@ def _duplicate(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _untrained(segment: dict[str, Any]) -> dict[str, Any]:
-    """A segment of a row that is a failure now."""
+def _without_training(segment: dict[str, Any]) -> dict[str, Any]:
+    """A segment of a row that is now a failure."""
     return {**segment, "reward": None, "trainable": False, "exclude_reason": "failed"}
 
 

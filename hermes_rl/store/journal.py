@@ -1,8 +1,8 @@
-"""The writing side of the journal: one folder per writer, made and locked by one process.
+"""Writes the journal: one folder per writer, created and locked by one process.
 
-`dispatch` says which attempt the driver sent to which writer. `live` files take events as they
-happen (no fsync). `done` files take the complete rows of finished attempts (grouped fdatasync);
-once sealed, they become parts. All are only appended to, by the process that made them.
+`dispatch` records which attempt the driver sent to which writer. `live` files record events as they
+happen (no fsync). `done` files contain the complete rows of finished attempts (grouped fdatasync)
+and become parts once sealed. Each is only appended to, by the process that created it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.store.commit import publish_batch
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import AppendFile
-from hermes_rl.store.processes import Held
+from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.rows import Derived, Finished, without_secrets
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.text import SECRETS
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of dispatch.jsonl: enough to name an attempt that never began."""
+    """One line of dispatch.jsonl, which identifies an attempt that never started."""
 
     key: AttemptKey
     writer: str
@@ -51,7 +51,7 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
     def begun(self, run_id: str, config_hash: str) -> Begun:
-        """The beginning of an attempt of which nothing else is known."""
+        """The first event of an attempt without other events."""
         return Begun(
             key=self.key,
             started_at=self.at,
@@ -67,11 +67,11 @@ class Dispatched(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _OF_ITEM = ("group_id", "repeat", "row_index", "task_id", "task_hash", "seed")
-"""What a dispatch repeats of its work item."""
+"""Fields that a dispatch copies from its work item."""
 
 
 class DispatchJournal:
-    """Appends dispatches; the file is made at the first one."""
+    """Appends dispatches; the file is created with the first one."""
 
     def __init__(self, run_dir: RunDir, driver: str) -> None:
         self._crash = run_dir.crash
@@ -79,7 +79,7 @@ class DispatchJournal:
         self._file: AppendFile | None = None
 
     def append(self, item: WorkItem, writer: str) -> Dispatched:
-        """Step 1: note an attempt before it is sent. Raises: DiskFull."""
+        """Step 1: record an attempt before it is sent. Raises: DiskFull."""
         if self._file is None:
             self._path.parent.mkdir(exist_ok=True)
             self._file = AppendFile(self._path, self._crash, "attempt-1-dispatch")
@@ -93,13 +93,13 @@ class DispatchJournal:
         return line
 
     def close(self, clean: bool) -> None:
-        """Close it; a clean end leaves nothing behind."""
+        """Close the file; a clean end removes it."""
         if self._file is not None:
             self._file.close()
             self._file = None
         if clean:
             self._path.unlink(missing_ok=True)
-            with suppress(OSError):  # there is no such folder, or it holds something else
+            with suppress(OSError):  # the folder is missing or not empty
                 self._path.parent.rmdir()
 
 
@@ -107,7 +107,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """JSON of a record; half characters (lone surrogates), which no JSON can hold, become `?`."""
+    """Encode a record as JSON; lone surrogates, which JSON cannot contain, become `?`."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
@@ -115,9 +115,9 @@ def encode(value: msgspec.Struct) -> bytes:
         return text.encode("utf-8", "replace")
 
 
-def decoded(lines: Iterable[bytes], decode: Callable[[bytes], T]) -> Iterator[T]:
-    """The records of an event file. A sound line with a value that JSON cannot hold, such as NaN,
-    is left out."""
+def decode_lines(lines: Iterable[bytes], decode: Callable[[bytes], T]) -> Iterator[T]:
+    """Decode the lines of an event file. Lines with values that are not valid JSON, such as NaN,
+    are skipped."""
     for line in lines:
         try:
             record = decode(line)
@@ -128,7 +128,7 @@ def decoded(lines: Iterable[bytes], decode: Callable[[bytes], T]) -> Iterator[T]
 
 @dataclass(frozen=True)
 class SealPolicy:
-    """When a batch is large enough to be published."""
+    """The size at which a batch is published."""
 
     rows: int = 1000
     """Finished attempts."""
@@ -144,7 +144,7 @@ class Batch:
     file: AppendFile
     attempts: list[AttemptKey] = field(default_factory=list)
     rows: int = 0
-    """Lines: finished attempts, and what was made from other rows."""
+    """Lines: finished attempts and derived rows."""
     since: float | None = None
     """time.monotonic() of the first row."""
 
@@ -153,12 +153,12 @@ class LiveLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a live file."""
 
     a: int
-    """Which attempt of this writer; its `begun` event says the key."""
+    """Number of the attempt in this writer; its `begun` event has the key."""
     e: Event
 
 
 class EventFiles:
-    """Files that take the events of work in progress, and are needed only after a kill.
+    """Files with the events of work in progress, which are only needed after a kill.
 
     Args:
         folder: of the writer.
@@ -172,11 +172,11 @@ class EventFiles:
         self._crash, self._point = crash, point
         self._made = self._begun = 0
         self._open: dict[AppendFile, set[Hashable]] = {}
-        """The work of each file that has not ended."""
+        """File -> its unfinished work."""
         self._current: AppendFile | None = None
 
     def begin(self, work: Hashable) -> tuple[AppendFile, int]:
-        """The file that takes the events of some work, and the number of this work."""
+        """Start some work. Returns the file for its events, and its number."""
         if self._current is None:
             path = self._folder / f"{self._kind}-{self._made}.jsonl"
             self._current = AppendFile(path, self._crash, self._point)
@@ -187,11 +187,11 @@ class EventFiles:
         return self._current, self._begun
 
     def rotate(self) -> None:
-        """Let new work begin in a new file, so that the present one can end."""
+        """Use a new file for new work, so that the current one can end."""
         self._current = None
 
     def end(self, works: Iterable[Hashable]) -> list[Path]:
-        """Note that work has ended; returns the files to delete, whose work has all ended."""
+        """Record that work has ended. Returns the files to delete, whose work has all ended."""
         ended = set(works)
         for open_ in self._open.values():
             open_ -= ended
@@ -236,7 +236,7 @@ class _LiveRecorder:
 
 
 class GroupSync:
-    """fdatasync in a thread, one for all that wait at that moment."""
+    """Groups fdatasync calls: one in a thread serves all that wait."""
 
     def __init__(self, run_dir: RunDir, pool: ThreadPoolExecutor) -> None:
         self._run_dir = run_dir
@@ -247,10 +247,10 @@ class GroupSync:
         self._failure: OSError | None = None
 
     async def durable(self, file: AppendFile) -> None:
-        """Return once all that was appended to the file so far is on disk.
+        """Return once everything that was appended to the file is on disk.
 
-        Raises: OSError (DiskFull) for ever after one failed: the kernel forgets which pages it
-        could not write, so that a later success would prove nothing.
+        Raises: OSError (DiskFull), also after any earlier failure: the kernel forgets which pages
+        it could not write, so that a later success proves nothing.
         """
         self._files.add(file)
         if self._next is None:
@@ -302,8 +302,8 @@ class JournalWriter:
         """Set when the open batch has reached the policy's size."""
         self._path = run_dir.writer_path(self.writer)
         self._lease_s = lease_s
-        self.alive: Held | None = None
-        """The lock of `alive` while the journal is open; who writes for the writer holds it."""
+        self.alive: HeldLock | None = None
+        """The lock of `alive` while the journal is open; threads that publish hold it, too."""
         self._sequence = 0
         self._batch: Batch | None = None
         self._live = EventFiles(self._path, "live", run_dir.crash, "attempt-2-live")
@@ -321,7 +321,7 @@ class JournalWriter:
     def _open(self) -> Batch:
         SECRETS.learn_environment()
         self._path.mkdir(exist_ok=True)
-        alive = hold_alive(self._path / "alive", self._lease_s)
+        alive = lock_alive_file(self._path / "alive", self._lease_s)
         epochs = self.run_dir.epochs()
         if epochs and epochs[-1] > epoch_of(self.writer):
             alive.release()
@@ -345,14 +345,14 @@ class JournalWriter:
         return 0.0 if since is None else time.monotonic() - since
 
     def recorder(self, key: AttemptKey) -> Recorder:
-        """Where the events of one attempt go. Its first event must be `Begun`."""
+        """Return the recorder of one attempt. Its first event must be `Begun`."""
         return _LiveRecorder(*self._live.begin(key))
 
     async def finish(self, rows: Finished | Derived) -> None:
         """Write the rows of a finished attempt, or derived ones, without secrets of this process;
-        on return they are durable.
+        they are durable on return.
 
-        When this is cancelled the rows may be durable all the same: then recovery finds them.
+        After a cancellation the rows may still be durable: recovery finds them.
         Raises: DiskFull (nothing was written, the attempt is not finished).
         """
         batch = self._batch
@@ -368,7 +368,7 @@ class JournalWriter:
         await self._sync.durable(batch.file)
 
     async def seal(self) -> Batch | None:
-        """Close the open batch for appends and open the next; None when it is empty."""
+        """Seal the open batch and open the next. Returns None when it is empty."""
         async with self._sealing:
             if self._batch is None or not self._batch.rows:
                 return None
@@ -393,7 +393,7 @@ class JournalWriter:
             self.run_dir.crash("publish-9-live")
 
     async def aclose(self) -> None:
-        """Close all files. The folder goes when nothing in it is needed any more."""
+        """Close all files, and remove the folder when it is no longer needed."""
         await to_end(self._aclose())
 
     async def _aclose(self) -> None:
@@ -419,10 +419,10 @@ class JournalWriter:
             self.alive.release()
 
 
-def hold_alive(path: Path, lease_s: float | None = None) -> Held:
-    """Make a writer's `alive` file and lock it.
+def lock_alive_file(path: Path, lease_s: float | None = None) -> HeldLock:
+    """Create and lock the `alive` file of a writer.
 
-    Raises: StoreError when a driver fenced this writer, or another process has its name.
+    Raises: StoreError when a driver fenced this writer, or another process uses its name.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -431,11 +431,11 @@ def hold_alive(path: Path, lease_s: float | None = None) -> Held:
     if not try_lock(fd):
         os.close(fd)
         raise StoreError(f"writer {path.parent.name} was fenced")
-    return Held(fd, lease_s)
+    return HeldLock(fd, lease_s)
 
 
 PUBLISH_EVERY_S = 300.0
-"""A finished row stands in Parquet after this many seconds at the latest."""
+"""Maximum time until a finished row is in Parquet."""
 
 
 class Publisher:
@@ -453,7 +453,7 @@ class Publisher:
         self._busy = asyncio.Lock()
 
     async def run(self) -> None:
-        """Publish whenever a batch is large or old enough, for ever. Raises: DiskFull."""
+        """Publish batches that are large or old enough, until cancelled. Raises: DiskFull."""
         while True:
             left = self._every_s - self._journal.age_s
             try:
@@ -465,9 +465,9 @@ class Publisher:
                 await self.drain()
 
     async def drain(self) -> None:
-        """Publish all that is finished; a cancellation waits for that.
+        """Publish all finished rows; a cancellation waits for that.
 
-        Raises: DiskFull; what is left is tried next time.
+        Raises: DiskFull; the next call publishes the rest.
         """
         await to_end(self._drain())
 
@@ -481,8 +481,8 @@ class Publisher:
                 await self._journal.committed(self._sealed.pop(0))
 
     def _publish(self, batch: Batch) -> None:
-        """The thread holds `alive` itself: it may go on after its writer was closed, when the disk
-        stalls, and recovery must not touch the batch before it has ended."""
+        """Publish in a thread that holds `alive` itself: on a stalled disk it may outlive its
+        writer, and recovery must not touch the batch before it ends."""
         alive = self._journal.alive
         if alive is None:
             raise StoreError(f"writer {self._journal.writer} is closed")

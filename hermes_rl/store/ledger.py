@@ -1,7 +1,7 @@
-"""What is known of every unit: done, given up or open, and how often tried.
+"""The state of every unit: done, given up or open, and its attempts.
 
-A dictionary of 16-byte ids. Units with the same history share one record, so a million units take
-about 110 MB, and a change or a lookup is one step. Lookups may come from any thread.
+A dictionary of 16-byte ids. Units with equal histories share one record: a million units take about
+110 MB. Lookups are thread-safe.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hermes_rl.store.summary import Summary
 Disposition = Literal["done", "given_up", "open"]
 
 LOST_WORKERS_MAX = 3
-"""A unit is given up when so many workers died under it. The last of them ran nothing else; the
-others may have died of a neighbour."""
+"""A unit is given up when this many workers died under it. The last one ran only this unit; other
+units may have killed the earlier ones."""
 
 _DONE = 255
-"""Code of an attempt that finished its unit; other codes are places in the table of causes."""
+"""Code of an attempt that finished its unit; other codes are indices of `CAUSES`."""
 _CODES = {cause: code for code, cause in enumerate(CAUSES)}
 _COUNTED = [consequence.counted for consequence in CAUSES.values()]
-_LAST = [not consequence.retry for consequence in CAUSES.values()]
+_NO_RETRY = [not consequence.retry for consequence in CAUSES.values()]
 _LOST = _CODES["worker_lost"]
 _NONE = 254
 
 
 class Unit(NamedTuple):
-    """What is known of one unit."""
+    """The history of one unit."""
 
     done: int
-    """How many rows `trajectories` has of it: more than one is a broken run."""
+    """Its rows in `trajectories`; more than one means that the run is damaged."""
     cause: int
     """Code of the last attempt's cause."""
     counted: int
@@ -58,20 +58,20 @@ class Ledger:
     def __init__(self, max_attempts: int = 3) -> None:
         self.max_attempts = max_attempts
         self.summary = Summary()
-        """Of all commits that were loaded."""
+        """Summary of all loaded commits."""
         self.done = 0
         self.given_up = 0
         self._units: dict[bytes, Unit] = {}
         self._fatal_commands: dict[bytes, tuple[str, ...]] = {}
-        """Of the few units of which a sandbox died under a tool call."""
+        """Only of units whose sandbox died during a tool call."""
 
     def disposition(self, unit_id: str) -> Disposition:
         """done, given_up or open; an unknown unit is open."""
-        return self._judge(self._get(unit_id))
+        return self._disposition_of(self._get(unit_id))
 
     def is_done(self, key: bytes) -> bool:
-        """Whether `trajectories` has the unit of this `identity.unit_key`: asked a million times
-        by a resume."""
+        """Whether `trajectories` has the unit with this `identity.unit_key`. A resume calls this
+        for every unit."""
         unit = self._units.get(key)
         return unit is not None and unit.done > 0
 
@@ -88,7 +88,7 @@ class Ledger:
         return self._get(unit_id).lost
 
     def fatal_commands(self, unit_id: str) -> tuple[str, ...]:
-        """Names of the tool calls under which the unit's sandboxes died."""
+        """Tool calls during which sandboxes of the unit died."""
         return self._fatal_commands.get(bytes.fromhex(unit_id), ())
 
     def apply(
@@ -102,32 +102,32 @@ class Ledger:
     ) -> Disposition:
         """Record one attempt's end, from a receipt or from recovery."""
         before = self._get(unit_id)
-        after = _step(before, attempt, _DONE if done else _CODES[cause or "harness"])
+        after = _record_attempt(before, attempt, _DONE if done else _CODES[cause or "harness"])
         key = bytes.fromhex(unit_id)
         self._units[key] = after
         if fatal_command is not None:
             self._add_fatal(key, fatal_command)
-        judged = self._judge(after)
-        self._recount(self._judge(before), -1)
-        self._recount(judged, 1)
-        return judged
+        disposition = self._disposition_of(after)
+        self._recount(self._disposition_of(before), -1)
+        self._recount(disposition, 1)
+        return disposition
 
     def load(self, commits: Iterable[Commit]) -> list[str]:
-        """Add the attempts of some commits; returns the units of them that are done twice."""
-        twice: set[bytes] = set()
+        """Add the attempts of some commits. Returns units that are done more than once."""
+        duplicates: set[bytes] = set()
         for commit in commits:
             self.summary.merge(commit.summary)
-            self._take(commit, twice)
+            self._load_commit(commit, duplicates)
         self.done = self.given_up = 0
         for unit, count in Counter(self._units.values()).items():
-            self._recount(self._judge(unit), count)
-        return sorted(key.hex() for key in twice)
+            self._recount(self._disposition_of(unit), count)
+        return sorted(key.hex() for key in duplicates)
 
     def reopen_given_up(self) -> int:
-        """Open all units that were given up: their failures so far are forgotten here."""
+        """Reopen all units that were given up, and reset their failures."""
         reopened = 0
         for key, unit in self._units.items():
-            if self._judge(unit) == "given_up":
+            if self._disposition_of(unit) == "given_up":
                 self._units[key] = _NEW._replace(attempts=unit.attempts)
                 self._fatal_commands.pop(key, None)
                 reopened += 1
@@ -137,12 +137,12 @@ class Ledger:
     def units(self) -> Iterator[tuple[str, Disposition]]:
         """All units with their dispositions, in order of id."""
         for key in sorted(self._units):
-            yield key.hex(), self._judge(self._units[key])
+            yield key.hex(), self._disposition_of(self._units[key])
 
     def __len__(self) -> int:
         return len(self._units)
 
-    def _take(self, commit: Commit, twice: set[bytes]) -> None:
+    def _load_commit(self, commit: Commit, duplicates: set[bytes]) -> None:
         keys, units = commit.keys, self._units
         codes = [_CODES.get(name, _CODES["harness"]) for name in keys.names]
         ids = bytes.fromhex("".join(keys.unit_id))
@@ -150,10 +150,12 @@ class Ledger:
         for attempt, table, cause in zip(keys.attempt, keys.table, keys.cause, strict=True):
             key = ids[at : at + 16]
             at += 16
-            unit = _step(units.get(key, _NEW), attempt, _DONE if table == "t" else codes[cause])
+            unit = _record_attempt(
+                units.get(key, _NEW), attempt, _DONE if table == "t" else codes[cause]
+            )
             units[key] = unit
             if unit.done > 1:
-                twice.add(key)
+                duplicates.add(key)
         for place, command in keys.fatal_commands.items():
             self._add_fatal(ids[16 * place : 16 * (place + 1)], command)
 
@@ -162,26 +164,26 @@ class Ledger:
         if command not in known:
             self._fatal_commands[key] = (*known, command)
 
-    def _judge(self, unit: Unit) -> Disposition:
+    def _disposition_of(self, unit: Unit) -> Disposition:
         if unit.done:
             return "done"
-        refused = unit.cause != _NONE and _LAST[unit.cause]
+        refused = unit.cause != _NONE and _NO_RETRY[unit.cause]
         worn = unit.counted >= self.max_attempts or unit.lost >= LOST_WORKERS_MAX
         return "given_up" if refused or worn else "open"
 
-    def _recount(self, judged: Disposition, units: int) -> None:
-        if judged == "done":
+    def _recount(self, disposition: Disposition, units: int) -> None:
+        if disposition == "done":
             self.done += units
-        elif judged == "given_up":
+        elif disposition == "given_up":
             self.given_up += units
 
     def _get(self, unit_id: str) -> Unit:
         return self._units.get(bytes.fromhex(unit_id), _NEW)
 
 
-@functools.lru_cache(maxsize=4096)  # so that units with the same history share one record
-def _step(unit: Unit, attempt: int, code: int) -> Unit:
-    """The unit after one more attempt; attempts are applied in any order."""
+@functools.lru_cache(maxsize=4096)  # units with equal histories share one record
+def _record_attempt(unit: Unit, attempt: int, code: int) -> Unit:
+    """Return the unit after one more attempt; attempts may be applied in any order."""
     if code == _DONE:
         return unit._replace(done=min(unit.done + 1, 255), attempts=max(unit.attempts, attempt + 1))
     latest = attempt + 1 >= unit.attempts

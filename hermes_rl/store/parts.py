@@ -1,12 +1,10 @@
-"""Parquet parts: rows as Arrow tables, written whole in tmp/ and published by rename.
+"""Parquet parts: rows as Arrow tables, written to tmp/ and published by rename.
 
-Arrays are made from buffers. pyarrow's own conversion of Python objects imports pandas first: 0.2 s
-of CPU and 30 MB in every worker. This one takes about as long per value and knows only what our
-schemas hold. A whole number in a column of floats becomes the nearest one; any other value of
-another type is refused.
+Arrays are built from buffers, because pyarrow's own conversion of Python objects imports pandas:
+0.2 s of CPU and 30 MB in every worker. This one is as fast per value and supports the types of our
+schemas. Integers in a column of floats are rounded; values of other types are refused.
 
-Conversion goes in small steps, so that the interpreter's lock is never held for long beside a busy
-event loop.
+Rows are converted in small steps, so that the interpreter lock is never held for long.
 """
 
 from __future__ import annotations
@@ -37,29 +35,29 @@ _NUMBERS = {
 
 
 def table_of(rows: Sequence[dict[str, Any]], schema: Any) -> Any:
-    """A table of a schema from its rows; what a row lacks is null.
+    """Build a table with a schema from rows; missing values are null.
 
-    Raises: TypeError, ValueError or OverflowError for what does not fit a column.
+    Raises: TypeError, ValueError or OverflowError for values that do not fit their column.
     """
     return pa.Table.from_arrays(_fields_of(rows, schema), schema=schema)
 
 
 def array_of(values: Sequence[Any], kind: Any) -> Any:
-    """One array. Times are microseconds since 1970. Raises: as `table_of`."""
+    """Build an array. Times are microseconds since 1970. Raises: as `table_of`."""
     if isinstance(kind, pa.JsonType):
         return pa.ExtensionArray.from_storage(kind, array_of(values, kind.storage_type))
     if pa.types.is_struct(kind):
-        _only(values, dict)
-        there: list[dict[str, Any]] = [{} if v is None else v for v in values]
-        return _made(kind, values, [], _fields_of(there, kind))
+        _check_types(values, dict)
+        rows: list[dict[str, Any]] = [{} if v is None else v for v in values]
+        return _build_array(kind, values, [], _fields_of(rows, kind))
     if pa.types.is_list(kind):
-        _only(values, list, tuple)
+        _check_types(values, list, tuple)
         children = [array_of([*chain.from_iterable(v for v in values if v)], kind.value_type)]
-        return _made(kind, values, [_offsets(values)], children)
+        return _build_array(kind, values, [_offsets(values)], children)
     if pa.types.is_null(kind):
-        _only(values)
+        _check_types(values)
         return pa.nulls(len(values))
-    return _made(kind, values, _content(values, kind))
+    return _build_array(kind, values, _value_buffers(values, kind))
 
 
 def _fields_of(rows: Sequence[dict[str, Any]], fields: Any) -> list[Any]:
@@ -68,63 +66,63 @@ def _fields_of(rows: Sequence[dict[str, Any]], fields: Any) -> list[Any]:
     return [array_of([row.get(name) for row in rows], kind) for name, kind in named]
 
 
-def _content(values: Sequence[Any], kind: Any) -> list[Any]:
-    """The buffers of a type without children, its validity left out."""
+def _value_buffers(values: Sequence[Any], kind: Any) -> list[Any]:
+    """The buffers of a type without children, except for validity."""
     if kind == pa.string():
-        _only(values, str)
+        _check_types(values, str)
         texts = [b"" if v is None else v.encode() for v in values]
         return [_offsets(texts), pa.py_buffer(b"".join(texts))]
     if kind == pa.binary():
-        _only(values, bytes)
+        _check_types(values, bytes)
         return [_offsets(values), pa.py_buffer(b"".join(v for v in values if v))]
     if kind == pa.bool_():
-        _only(values, bool)
+        _check_types(values, bool)
         return [_bits(values)]
     code = _NUMBERS.get(str(kind))
     if code is None:
-        raise TypeError(f"no way to make an array of {kind}")
-    _only(values, *((int, float, bool) if code in "fd" else (int,)))
+        raise TypeError(f"arrays of {kind} are not supported")
+    _check_types(values, *((int, float, bool) if code in "fd" else (int,)))
     return [pa.py_buffer(array(code, [0 if v is None else v for v in values]))]
 
 
-def _made(
+def _build_array(
     kind: Any, values: Sequence[Any], buffers: list[Any], children: list[Any] | None = None
 ) -> Any:
     validity = _bits([v is not None for v in values]) if None in values else None
     return pa.Array.from_buffers(kind, len(values), [validity, *buffers], children=children)
 
 
-def _only(values: Sequence[Any], *kinds: type) -> None:
-    """Raises: TypeError for a value of another type, None apart."""
-    strange = {*map(type, values)} - {*kinds, type(None)}
-    if strange:
-        raise TypeError(f"{strange.pop().__name__} is none of {kinds}")
+def _check_types(values: Sequence[Any], *kinds: type) -> None:
+    """Raises: TypeError for a value of another type, except None."""
+    others = {*map(type, values)} - {*kinds, type(None)}
+    if others:
+        raise TypeError(f"{others.pop().__name__} is not one of {kinds}")
 
 
 def _offsets(values: Sequence[Any]) -> Any:
-    """Where each value begins and the last one ends."""
+    """The start of each value, and the end of the last one."""
     lengths = (len(v) if v else 0 for v in values)
     return pa.py_buffer(array("i", accumulate(lengths, initial=0)))
 
 
 def _bits(values: Sequence[Any]) -> Any:
-    """One bit a value, the first one lowest."""
+    """One bit per value, starting with the lowest."""
     digits = "".join(["1" if v else "0" for v in reversed(values)])
     return pa.py_buffer(int(digits or "0", 2).to_bytes((len(values) + 7) // 8, "little"))
 
 
 ROW_GROUP_BYTES = 64 * 1024 * 1024
-"""Of Arrow data in one row group, at most (a larger single row stands alone)."""
+"""Maximum Arrow data in a row group (a larger single row gets its own)."""
 
 STEP_BYTES = 2 * 1024 * 1024
-"""Of JSON that is converted in one go."""
+"""JSON that is converted in one step."""
 
 
 class PartWriter:
     """Writes rows to a temporary Parquet file. Blocking: for threads.
 
     Args:
-        strict: refuse a row with a value that its column cannot hold, see `to_arrow`.
+        strict: refuse a row with a value that does not fit its column; see `to_arrow`.
 
     Raises: DiskFull from every method; StoreError for a refused row.
     """
@@ -149,7 +147,7 @@ class PartWriter:
             self._convert()
 
     def close(self, crash: Callable[[str], None] = lambda name: None) -> None:
-        """Write the rest and the footer."""
+        """Write the remaining rows and the footer."""
         self._convert()
         self._write()
         crash("publish-7-half")
@@ -157,7 +155,7 @@ class PartWriter:
             self._writer.close()
 
     def abandon(self) -> None:
-        """Remove the file, unless it was moved to its final name."""
+        """Remove the file unless it was published."""
         with suppress(OSError):
             self._writer.close()
         self.path.unlink(missing_ok=True)
@@ -182,16 +180,16 @@ class PartWriter:
 
 
 def to_arrow(rows: list[dict[str, Any]], schema: Any, *, strict: bool = False) -> Any:
-    """A table of a schema from rows as they stand in a `done` line.
+    """Build a table with a schema from the rows of `done` lines.
 
-    A value that its column cannot hold (an integer beyond 64 bits) becomes null and `error` says
-    so: one such row must never keep a batch from being published. Raises: StoreError instead, if
-    `strict`.
+    A value that does not fit its column (an integer beyond 64 bits) becomes null and is named in
+    `error`, since one row must not prevent the publishing of a batch. Raises: StoreError instead,
+    if `strict`.
     """
-    columns = [_columns(row) for row in rows]
+    columns = [_to_columns(row) for row in rows]
     try:
         return table_of(columns, schema)
-    except _MISFIT:  # the others lose nothing
+    except _MISFIT:  # other rows keep all values
         fitted = (_fitted(row, schema, strict=strict) for row in columns)
         return pa.concat_tables([table_of([row], schema) for row in fitted])
 
@@ -218,8 +216,8 @@ def _fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Journal form to column form: metrics as pairs, image bytes out of base64."""
+def _to_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Convert a journal row to columns: metrics as pairs, image bytes from base64."""
     out = row
     if isinstance(row.get("metrics"), dict):
         out = {**row, "metrics": [{"name": k, "value": v} for k, v in row["metrics"].items()]}

@@ -1,4 +1,4 @@
-"""Who holds a lock: a process named by host, boot, pid and start time, so that none is mistaken."""
+"""Lock files and their holders, identified by host, boot, pid and start time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from hermes_rl.sandboxes import find
 
 
 class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
-    """One process, unmistakably."""
+    """The identity of one process."""
 
     pid: int
     started: int
     """Clock ticks after boot (field 22 of /proc/PID/stat)."""
     host: str
     boot: str
-    """The kernel's boot id; another one means that the process is gone."""
+    """The boot id of the kernel; with another one the process has ended."""
     lease_s: float | None = None
-    """Of a worker: it stops when it does not hear its driver for so many seconds."""
+    """Seconds without a message from its driver after which a worker stops."""
 
     @property
     def local(self) -> bool:
-        """It ran under this very kernel."""
+        """Whether it ran under this kernel."""
         return self.host == socket.gethostname() and self.boot == _boot_id()
 
     @property
     def alive(self) -> bool:
-        """A local process that still runs; a pid that was given anew does not count."""
+        """Whether it is a local process that still runs; reused pids do not count."""
         return self.local and _started(self.pid) == self.started
 
     def kill(self) -> None:
@@ -61,8 +61,8 @@ def this_process(lease_s: float | None = None) -> ProcessId:
     )
 
 
-class Held:
-    """A lock file that this process holds until `release`. A forked child does not hold it."""
+class HeldLock:
+    """A lock file that this process holds until `release`. Forked children do not hold it."""
 
     def __init__(self, fd: int, lease_s: float | None = None) -> None:
         self._fd = fd
@@ -74,7 +74,7 @@ class Held:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Keep the lock until this is left, whoever releases it meanwhile.
+        """Hold the lock during this context, even if it is released meanwhile.
 
         Raises: StoreError when it was released before.
         """
@@ -88,7 +88,7 @@ class Held:
             self.release()
 
     def release(self) -> None:
-        """Unlock the file for everybody who shares its descriptor, and close it."""
+        """Release one hold; the last one unlocks and closes the file."""
         with self._guard:
             self._users -= 1
             if not self._users:
@@ -96,13 +96,13 @@ class Held:
                 os.close(self._fd)
 
     def drop(self) -> None:
-        """Close the descriptor without unlocking the file: the parent process holds it."""
+        """Close the descriptor in a forked child; the parent keeps the lock."""
         if self._users > 0:
             os.close(self._fd)
         self._users = 0
 
 
-_held: weakref.WeakSet[Held] = weakref.WeakSet()
+_held: weakref.WeakSet[HeldLock] = weakref.WeakSet()
 
 
 def _drop_inherited() -> None:
@@ -115,7 +115,7 @@ os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def read_holder(fd: int) -> ProcessId | None:
-    """Who holds a lock file; None when it does not say."""
+    """The holder of a lock file; None when the file does not name it."""
     try:
         return msgspec.json.decode(os.pread(fd, 4096, 0), type=ProcessId)
     except msgspec.DecodeError:

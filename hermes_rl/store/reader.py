@@ -1,4 +1,4 @@
-"""Reading a run directory, also while the run goes on: published parts and unpublished rows."""
+"""Reads a run directory, also during a run: published parts and unpublished rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hermes_rl.errors import StoreError, UserError
 from hermes_rl.events import AttemptKey
 from hermes_rl.input_errors import nearest_file
 from hermes_rl.locks import try_lock
-from hermes_rl.store.commit import Commit, Tally, read_commits, rows_of
-from hermes_rl.store.files import payloads
+from hermes_rl.store.commit import BatchSummary, Commit, read_commits, rows_of
+from hermes_rl.store.files import read_payloads
 from hermes_rl.store.journal import Dispatched
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.processes import ProcessId, read_holder
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-WHOSE = ("task_id", "repeat", "attempt", "status", "unit_id", "trajectory_id")
-"""Columns of its trajectory that each call and each message carries."""
+OWNER_COLUMNS = ("task_id", "repeat", "attempt", "status", "unit_id", "trajectory_id")
+"""Columns of the trajectory in each row of calls and messages."""
 
 _TEXTS = ("content", "reasoning_content", "tool_calls", "tool_call_id")
 
 
-def _exploded(tables: Sequence[pa.Table], column: str) -> pd.DataFrame:
-    """A list of structs as rows, each with the columns `WHOSE` of its trajectory."""
+def _explode(tables: Sequence[pa.Table], column: str) -> pd.DataFrame:
+    """Turn a list of structs into rows with the `OWNER_COLUMNS` of their trajectory."""
     import pandas as pd
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -44,14 +44,14 @@ def _exploded(tables: Sequence[pa.Table], column: str) -> pd.DataFrame:
     for table in tables:
         lists = table.column(column).combine_chunks()
         items = pa.Table.from_struct_array(pc.list_flatten(lists))
-        owners = table.select(list(WHOSE)).take(pc.list_parent_indices(lists))
+        owners = table.select(list(OWNER_COLUMNS)).take(pc.list_parent_indices(lists))
         frames.append(pd.concat([owners.to_pandas(), items.to_pandas()], axis=1))
-    exploded: pd.DataFrame = pd.concat(frames, ignore_index=True)
-    return exploded
+    rows: pd.DataFrame = pd.concat(frames, ignore_index=True)
+    return rows
 
 
 class _Keyed(msgspec.Struct):
-    """The part of a `done` line that names its attempt; rows made from others have none."""
+    """The key of a `done` line; derived rows have none."""
 
     key: AttemptKey | None = None
 
@@ -60,8 +60,8 @@ _decode_done = msgspec.json.Decoder(_Keyed).decode
 _decode_dispatch = msgspec.json.Decoder(Dispatched).decode
 
 
-def driver_of(run_dir: RunDir) -> ProcessId | None:
-    """The process that drives a run now; None when nobody does."""
+def find_driver(run_dir: RunDir) -> ProcessId | None:
+    """The process that drives a run; None when none does."""
     try:
         fd = os.open(run_dir.path / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -73,16 +73,14 @@ def driver_of(run_dir: RunDir) -> ProcessId | None:
 
 
 def in_flight(run_dir: RunDir) -> set[AttemptKey]:
-    """Attempts of the newest epoch that were sent and have no durable end.
-
-    It reads the commits of that epoch whole: for people who ask now and then.
-    """
+    """Attempts of the newest epoch that were sent and have no durable end. Reads all its
+    commits."""
     epochs = run_dir.epochs()
     if not epochs:
         return set()
     driver = f"{epochs[-1]}-driver"
     sent = _keys(run_dir.journals("dispatch", driver), _decode_dispatch)
-    # Journals before commits: an attempt that is published in between stands in one of the two.
+    # Journals before commits: an attempt that is published meanwhile is in one of the two.
     sent -= _keys(run_dir.journals("done"), _decode_done)
     for commit in read_commits(run_dir):
         sent -= {o.key for o in commit.keys.outcomes() if o.key.epoch == epochs[-1]}
@@ -92,11 +90,11 @@ def in_flight(run_dir: RunDir) -> set[AttemptKey]:
 def _keys(
     files: Iterable[tuple[str, Path]], decode: Callable[[bytes], _Keyed | Dispatched]
 ) -> set[AttemptKey]:
-    """The attempts that files name, but for those that their owner removes meanwhile."""
+    """The attempts in files; files that are removed meanwhile are skipped."""
     found: set[AttemptKey] = set()
     for _, path in files:
         with suppress(FileNotFoundError):
-            found |= {key for line in payloads(path) if (key := decode(line).key) is not None}
+            found |= {key for line in read_payloads(path) if (key := decode(line).key) is not None}
     return found
 
 
@@ -111,11 +109,11 @@ _decode_planned = msgspec.json.Decoder(_Planned).decode
 
 
 def load_run(path: str | Path, *, pending: bool = True) -> Run:
-    """A run directory for analysis.
+    """Open a run directory for analysis.
 
     Args:
         path: the run directory, which may be in use.
-        pending: also show rows that are finished but not published yet.
+        pending: include rows that are finished but not published yet.
 
     Raises: UserError when there is no run; StoreError when it is of a newer version.
     """
@@ -131,9 +129,9 @@ def load_run(path: str | Path, *, pending: bool = True) -> Run:
 
 
 class Run:
-    """One run: frames with JSON columns decoded, the same as Arrow, ledger and statistics.
+    """One run: pandas frames with decoded JSON columns, Arrow tables, ledger and statistics.
 
-    Frames are read at the first use and kept; `load_run` again shows what came since.
+    Frames are read at the first use and cached; call `load_run` again for newer rows.
     """
 
     def __init__(self, run_dir: RunDir, *, pending: bool = True, max_attempts: int = 3) -> None:
@@ -169,29 +167,29 @@ class Run:
     def groups(self) -> pd.DataFrame:
         """One row per group: rewards, statistics and advantages of the repeats of one task.
 
-        Of several rows of one group the newest.
+        Only the newest row of each group.
         """
-        return _newest(self.frame("groups"), ["group_id"])
+        return _keep_newest(self.frame("groups"), ["group_id"])
 
     @cached_property
     def grades(self) -> pd.DataFrame:
-        """One row per stored rollout and grader that judged it again."""
-        return _newest(self.frame("grades"), ["trajectory_id", "grade_id"])
+        """One row per regraded rollout and grader."""
+        return _keep_newest(self.frame("grades"), ["trajectory_id", "grade_id"])
 
     @cached_property
     def calls(self) -> pd.DataFrame:
-        """One row per model call of all attempts, in order of happening within its attempt."""
-        return _exploded(self._attempts(), "calls")
+        """One row per model call of all attempts, in order within each attempt."""
+        return _explode(self._attempts(), "calls")
 
     @cached_property
     def messages(self) -> pd.DataFrame:
-        """One row per message of all attempts: `message_info` beside the message's own parts.
+        """One row per message of all attempts: `message_info` and the parts of the message.
 
         `position` counts from 0 within the trajectory.
         """
         tables = self._attempts()
-        frame = _exploded(tables, "message_info")
-        frame.insert(len(WHOSE), "position", frame.groupby("trajectory_id").cumcount())
+        frame = _explode(tables, "message_info")
+        frame.insert(len(OWNER_COLUMNS), "position", frame.groupby("trajectory_id").cumcount())
         rows = [row for table in tables for row in table.column("messages").to_pylist()]
         messages = [_loads(text) for row in rows for text in row]
         for name in _TEXTS:
@@ -200,7 +198,7 @@ class Run:
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """One row for this run, to be put below those of other runs (`pandas.concat`)."""
+        """One row for this run, to be concatenated with those of other runs."""
         import pandas as pd
 
         stats = self.stats
@@ -241,12 +239,11 @@ class Run:
         return frame
 
     def arrow(self, table: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table as Arrow with the declared schema, JSON columns as text, in the order in which
-        its rows were written.
+        """A table as Arrow with the declared schema, JSON columns as text, in the order of writing.
 
         Args:
             table: trajectories, failures, subagents, segments, groups or grades.
-            columns: only these are read, which is quick in a large run; default all.
+            columns: read only these; default all.
 
         Raises: UserError for an unknown table; StoreError for a file that cannot be read.
         """
@@ -258,9 +255,9 @@ class Run:
         from hermes_rl.store.schema import empty_table, schema_of
 
         schema = schema_of(table)
-        waiting = self.unpublished([table])[table]
+        unpublished = self.unpublished([table])[table]
         names = schema.names if columns is None else list(columns)
-        found = {stem: rows.select(names) for stem, rows in waiting.items()}
+        found = {stem: rows.select(names) for stem, rows in unpublished.items()}
         for part in self.run_dir.parts(table):
             try:
                 found[stem_of(part)] = pq.read_table(part, schema=schema, columns=names)
@@ -274,26 +271,26 @@ class Run:
         return StoreError(f"{self.path}: {what} cannot be read: {why}. See hermes-rl check")
 
     def unpublished(self, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
-        """Rows that are finished but not published yet: table -> stem -> rows, of one moment.
+        """Rows that are finished but not published yet: table -> stem -> rows.
 
-        Ask before listing parts: a batch that is published in between shows in both.
+        Call this before listing parts, since a batch may be published in between.
         """
         return _pending_rows(self.run_dir, tables) if self._pending else {t: {} for t in tables}
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Dispositions of all units, from committed batches and from those that wait for it."""
+        """Dispositions of all units, from committed and from unpublished batches."""
         ledger = Ledger(self._max_attempts)
         ledger.load(self._batches())
         return ledger
 
     def _batches(self) -> Iterator[Commit]:
-        # The journals first: a batch that is published meanwhile is found in both places.
-        waiting = _pending_batches(self.run_dir) if self._pending else {}
+        # Journals first: a batch that is published meanwhile is in both places.
+        unpublished = _pending_batches(self.run_dir) if self._pending else {}
         for commit in read_commits(self.run_dir):
-            waiting.pop(commit.stem, None)
+            unpublished.pop(commit.stem, None)
             yield commit
-        yield from waiting.values()
+        yield from unpublished.values()
 
     @cached_property
     def stats(self) -> dict[str, Any]:
@@ -303,12 +300,12 @@ class Run:
     def _plan(self) -> Mapping[str, Any]:
         try:
             return _decode_planned(self.run_dir.storage.read("stats.json")).plan
-        except (OSError, msgspec.DecodeError):  # none yet, or damaged: `check` says so
+        except (OSError, msgspec.DecodeError):  # missing, or damaged, which `check` reports
             return {"units": None}
 
 
 def _in_pandas(table: pa.Table) -> pd.DataFrame:
-    """A table as a frame. Whole numbers within lists and structs stay whole beside a null."""
+    """Convert a table to a frame. Integers in lists and structs stay integers next to nulls."""
     import pyarrow as pa
 
     nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
@@ -319,16 +316,16 @@ def _in_pandas(table: pa.Table) -> pd.DataFrame:
     return ordered
 
 
-def _newest(frame: pd.DataFrame, key: list[str]) -> pd.DataFrame:
-    """Of rows with one key the newest, in the order in which they were written."""
+def _keep_newest(frame: pd.DataFrame, key: list[str]) -> pd.DataFrame:
+    """Keep the newest row of each key, in the order of writing."""
     return frame.drop_duplicates(key, keep="last").reset_index(drop=True)
 
 
 def _pending_rows(run_dir: RunDir, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
-    """Rows that stand in `done` files, by table and stem.
+    """Rows in `done` files, by table and stem.
 
-    They are read before the parts are listed: a batch that is published in between shows twice here
-    and is then taken from its part.
+    They are read before parts are listed: a batch that is published in between is then taken from
+    its part.
     """
     from hermes_rl.store.parts import to_arrow
     from hermes_rl.store.schema import schema_of
@@ -343,10 +340,10 @@ def _pending_rows(run_dir: RunDir, tables: Sequence[str]) -> dict[str, dict[str,
 
 
 def _pending_batches(run_dir: RunDir) -> dict[str, Commit]:
-    """Stem -> the commit, without its parts, that the batch of a `done` file will have."""
+    """Stem -> the commit that the batch of a `done` file will have, without parts."""
     found = {}
     for stem, lines in _pending_lines(run_dir):
-        tally = Tally()
+        tally = BatchSummary()
         for line in lines:
             tally.add(line)
         found[stem] = tally.commit(stem)
@@ -357,7 +354,7 @@ def _pending_lines(run_dir: RunDir) -> Iterator[tuple[str, list[dict[str, Any]]]
     """The lines of each `done` file, with the stem of its batch."""
     for stem, done in run_dir.journals("done"):
         with suppress(FileNotFoundError):  # published meanwhile
-            yield stem, [_loads(payload) for payload in payloads(done, sound=False)]
+            yield stem, [_loads(payload) for payload in read_payloads(done, strict=False)]
 
 
 def decode_metrics(pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -21,9 +21,9 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Ended, Event
 from hermes_rl.ports import Receipt
 from hermes_rl.store.commit import Commit, part_fault, publish_batch, read_commit, read_commits
-from hermes_rl.store.derived import cut_rows
-from hermes_rl.store.files import AppendFile, DamagedFile, payloads
-from hermes_rl.store.journal import Dispatched, LiveLine, decoded
+from hermes_rl.store.derived import recover_pending_rows
+from hermes_rl.store.files import AppendFile, DamagedFile, read_payloads
+from hermes_rl.store.journal import Dispatched, LiveLine, decode_lines
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.rows import (
     RECEIPT_COLUMNS,
@@ -52,40 +52,40 @@ LOST_ROWS_PER_BATCH = 1000
 
 
 @dataclass
-class Report:
-    """What recovery found."""
+class RecoveryReport:
+    """The results of recovery."""
 
     batches: int = 0
-    """Batches of finished attempts that were still to be published."""
+    """Batches of finished attempts that were published."""
     lost: list[AttemptKey] = field(default_factory=list)
-    """Attempts that were cut."""
+    """Attempts that were interrupted."""
     foreign: list[str] = field(default_factory=list)
-    """Parts that no commit knows: left alone."""
-    twice: list[str] = field(default_factory=list)
-    """Units that stand in `trajectories` more than once: the run must not go on."""
+    """Parts without a commit; they are kept."""
+    duplicates: list[str] = field(default_factory=list)
+    """Units with more than one row in `trajectories`; the run must stop."""
     damaged: list[str] = field(default_factory=list)
-    """Parts that are not what was committed, and why. Units whose rows are gone are open."""
+    """Parts that differ from their commits, and how. Units without rows are open."""
     epochs_lost: int = 0
-    """Earlier starts that epochs/ does not know any more."""
+    """Earlier starts that are missing from epochs/."""
 
     def notes(self) -> list[str]:
-        """What a user should know before the run goes on, one line each."""
+        """Lines that warn the user before the run continues."""
         found = []
         if self.damaged:
             found.append(
                 f"{len(self.damaged)} published files are missing or damaged (first: "
                 f"{self.damaged[0]}). Units whose rows are gone run again; if you have the files, "
-                "stop (Ctrl-C) and put them back"
+                "stop (Ctrl-C) and restore them"
             )
         if self.foreign:
             found.append(
                 f"{len(self.foreign)} files belong to no batch of this run (first: "
-                f"{self.foreign[0]}). They are left alone; take them away, or readers count them"
+                f"{self.foreign[0]}). They are kept; move them away, or readers count them"
             )
         if self.epochs_lost:
             found.append(
-                f"epochs/ lacks {self.epochs_lost} earlier starts: whether the configuration is "
-                "theirs could not be compared with them"
+                f"epochs/ lacks {self.epochs_lost} earlier starts: "
+                "their configuration could not be compared"
             )
         return found
 
@@ -96,31 +96,31 @@ class Recovery:
     Args:
         run_dir: the run directory; its LOCK is held.
         epoch: of this driver.
-        sound: False takes damaged lines for absent (repair).
+        strict: False skips damaged lines (repair).
     """
 
-    def __init__(self, run_dir: RunDir, epoch: Epoch, *, sound: bool = True) -> None:
+    def __init__(self, run_dir: RunDir, epoch: Epoch, *, strict: bool = True) -> None:
         self.run_dir = run_dir
-        self.report = Report()
+        self.report = RecoveryReport()
         self._epoch = epoch
         self._driver = f"{epoch.epoch}-driver"
         self._sequence = itertools.count()
-        self._sound = sound
+        self._strict = strict
 
-    def at_start(self, ledger: Ledger, *, grace_s: float = GRACE_S) -> Report:
-        """R2 to R5 over all that older epochs left; fills the ledger.
+    def recover_writers(self, ledger: Ledger, *, grace_s: float = GRACE_S) -> RecoveryReport:
+        """R2 to R5 for all writers of older epochs; fills the ledger.
 
         Raises: StoreError for damage (the file is quarantined); DiskFull.
         """
         crash = self.run_dir.crash
         old = [w for w in self.run_dir.writers() if epoch_of(w) < self._epoch.epoch]
-        deadline = time.monotonic() + grace_s  # one for all: they end side by side
+        deadline = time.monotonic() + grace_s  # one for all, since they end concurrently
         for writer in old:
             fence(self.run_dir, writer, grace_s=max(0.0, deadline - time.monotonic()))
         crash("recover-2-fenced")
         for writer in old:
             self._publish_finished(writer)
-        self.report.twice = ledger.load(self._commits())
+        self.report.duplicates = ledger.load(self._commits())
         crash("recover-5-loaded")
         lost = self._lost(
             old, lambda key: key.attempt < ledger.next_attempt(key.unit_id), "driver_lost"
@@ -128,18 +128,18 @@ class Recovery:
         for commit in self._publish_lost(lost):
             ledger.load([commit])
         for writer in old:
-            self._publish_cut(writer)
+            self._publish_pending_rows(writer)
             self._remove(writer)
         self._delete_temporary("")
         crash("recover-5-emptied")
         self.report.foreign = foreign_parts(self.run_dir)
         return self.report
 
-    def of_worker(
+    def recover_worker(
         self, writer: str, cause: str, sent: Mapping[AttemptKey, Dispatched]
     ) -> dict[AttemptKey, Receipt]:
-        """Take over from a fenced worker: publish what it finished, and give each attempt that was
-        cut a row with this cause.
+        """Recover a fenced worker: publish its finished attempts, and write a row with this cause
+        for each interrupted one.
 
         Args:
             sent: its attempts without a receipt.
@@ -150,14 +150,16 @@ class Recovery:
         receipts = self._receipts(writer, sent)
         lost = list(self._lost([writer], lambda key: key in receipts or key not in sent, cause))
         begun = receipts.keys() | {row.key for row in lost}
-        lost += [self._never_begun(line, cause) for key, line in sent.items() if key not in begun]
+        lost += [
+            self._row_of_unstarted(line, cause) for key, line in sent.items() if key not in begun
+        ]
         for _ in self._publish_lost(lost):
             pass
         self._remove(writer)
         return receipts | {row.key: receipt_of(row, writer) for row in lost}
 
     def publish_directly(self, batch: Sequence[Finished | Derived]) -> Commit | None:
-        """Write rows to a `done` file of the driver's own, and publish it. Raises: DiskFull."""
+        """Write rows to a `done` file of the driver and publish it. Raises: DiskFull."""
         folder = self.run_dir.writer_path(self._driver)
         stem = f"{self._driver}-{next(self._sequence)}"
         folder.mkdir(exist_ok=True)
@@ -180,12 +182,12 @@ class Recovery:
         """R3: publish (or only unlink) the `done` files of one fenced writer."""
         for stem, done in self.run_dir.journals("done", writer):
             with self._quarantine(writer):
-                commit = publish_batch(self.run_dir, done, stem, sound=self._sound)
+                commit = publish_batch(self.run_dir, done, stem, strict=self._strict)
             self.report.batches += commit is not None
             self.run_dir.crash("recover-3-batch")
 
     def _publish_lost(self, rows: Iterable[Finished]) -> Iterator[Commit]:
-        """R4: write rows of lost attempts to the driver's own `done` files and publish them."""
+        """R4: write rows of lost attempts to `done` files of the driver and publish them."""
         stream = iter(rows)
         while batch := list(itertools.islice(stream, LOST_ROWS_PER_BATCH)):
             commit = self.publish_directly(batch)
@@ -193,10 +195,10 @@ class Recovery:
             if commit is not None:
                 yield commit
 
-    def _publish_cut(self, writer: str) -> None:
-        """R4 for what is no attempt: rows for the calls of a driver's own that were cut."""
+    def _publish_pending_rows(self, writer: str) -> None:
+        """R4 for derived rows: record interrupted calls of a driver."""
         with self._quarantine(writer):
-            rows = cut_rows(self.run_dir, writer, sound=self._sound)
+            rows = recover_pending_rows(self.run_dir, writer, strict=self._strict)
         if rows:
             self.publish_directly(rows)
 
@@ -217,7 +219,7 @@ class Recovery:
         journals = [(w, kind) for kind in ("live", "dispatch") for w in writers]
         for writer, kind in journals:
             for _, path in self.run_dir.journals(kind, writer):
-                read = self._cut_attempts if kind == "live" else self._unbegun
+                read = self._cut_attempts if kind == "live" else self._unstarted_attempts
                 with self._quarantine(writer):
                     for row in read(path, is_lost, cause):
                         found.add(row.key)
@@ -226,11 +228,11 @@ class Recovery:
     def _cut_attempts(
         self, path: Path, is_lost: Callable[[AttemptKey], bool], cause: str
     ) -> Iterator[Finished]:
-        """The lost attempts of a live file. An end without its `done` line was never reported: the
-        attempt counts as cut."""
+        """The lost attempts of a live file. Without a `done` line an attempt counts as lost, even
+        if it has an end."""
         at = path.stat().st_mtime
         attempts: dict[int, list[Event]] = {}
-        for line in decoded(payloads(path, sound=self._sound), _decode_live):
+        for line in decode_lines(read_payloads(path, strict=self._strict), _decode_live):
             if isinstance(line.e, Begun):
                 if is_lost(line.e.key):
                     attempts[line.a] = [line.e]
@@ -239,22 +241,22 @@ class Recovery:
         for events in attempts.values():
             yield self._row(events, cause, at)
 
-    def _unbegun(
+    def _unstarted_attempts(
         self, path: Path, is_lost: Callable[[AttemptKey], bool], cause: str
     ) -> Iterator[Finished]:
-        """Attempts that were sent and left no live line."""
-        for payload in payloads(path, sound=self._sound):
+        """Attempts that were sent and have no live line."""
+        for payload in read_payloads(path, strict=self._strict):
             line = _decode_dispatch(payload)
             if is_lost(line.key):
-                yield self._never_begun(line, cause)
+                yield self._row_of_unstarted(line, cause)
 
-    def _never_begun(self, line: Dispatched, cause: str) -> Finished:
-        """The row of an attempt of which only the dispatch is known."""
+    def _row_of_unstarted(self, line: Dispatched, cause: str) -> Finished:
+        """The row of an attempt that only has a dispatch."""
         begun = line.begun(self._epoch.run_id, str(self._epoch.meta.get("config_hash", "")))
         return self._row([begun], cause, line.at)
 
     def _row(self, events: list[Event], cause: str, at: float) -> Finished:
-        from hermes_rl.segments import with_segments  # few starts have such a row to make
+        from hermes_rl.segments import with_segments  # needed by few starts
 
         begun = events[0]
         assert isinstance(begun, Begun)
@@ -264,7 +266,7 @@ class Recovery:
     def _receipts(
         self, writer: str, sent: Mapping[AttemptKey, Dispatched]
     ) -> dict[AttemptKey, Receipt]:
-        """The receipts of those of the attempts that are published."""
+        """The receipts of published attempts."""
         found: dict[AttemptKey, Receipt] = {}
         for stem in self.run_dir.commit_stems():
             if stem.rpartition("-")[0] != writer:
@@ -281,7 +283,7 @@ class Recovery:
         return found
 
     def _published(self, commit: Commit) -> dict[tuple[str, int], dict[str, Any]]:
-        """(unit, attempt) -> what a receipt is made of, from the parts of a batch.
+        """(unit, attempt) -> the columns of a receipt, from the parts of a batch.
 
         Raises: StoreError when one cannot be read.
         """
@@ -300,7 +302,7 @@ class Recovery:
         return {(row["unit_id"], row["attempt"]): row for row in rows}
 
     def _remove(self, writer: str) -> None:
-        """Unlink what a writer left, once its rows are published."""
+        """Remove the files of a writer whose rows are published."""
         self._delete_temporary(rf"(\w+\.part-|commits\.){re.escape(writer)}-\d+\.")
         folder = self.run_dir.writer_path(writer)
         for kind in ("live", "dispatch", "asked"):
@@ -308,7 +310,7 @@ class Recovery:
                 path.unlink()
                 self.run_dir.crash("recover-4-unlinked")
         (folder / "alive").unlink(missing_ok=True)
-        # A writer that stopped by itself with nothing to leave has removed its folder.
+        # A writer that ended regularly has removed its folder.
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
@@ -321,14 +323,14 @@ class Recovery:
             yield commit
 
     def _delete_temporary(self, beginning: str) -> None:
-        """Delete the files in tmp/ whose names begin so (a pattern)."""
+        """Delete the files in tmp/ whose names match a pattern from their start."""
         for path in (self.run_dir.path / "tmp").glob("*"):
-            if re.match(beginning, path.name) and not path.is_dir():  # we make no folders there
+            if re.match(beginning, path.name) and not path.is_dir():  # folders are not ours
                 path.unlink(missing_ok=True)
 
     @contextmanager
     def _quarantine(self, writer: str) -> Iterator[None]:
-        """Move a damaged journal file aside, and report where it is."""
+        """Move a damaged journal file to quarantine, and report its path."""
         try:
             yield
         except DamagedFile as error:
@@ -343,20 +345,20 @@ class Recovery:
 
 
 def quarantined(run_dir: RunDir) -> list[Path]:
-    """Damaged files that wait for a repair."""
+    """Quarantined files that wait for a repair."""
     return sorted((run_dir.path / "quarantine").glob("*-*/*.jsonl"))
 
 
 def foreign_parts(run_dir: RunDir) -> list[str]:
-    """Parts whose stem neither a commit nor a `done` file names, as TABLE/NAME."""
-    # Parts are listed first: a batch that is published meanwhile is found in one of the others.
+    """Parts without a commit and without a `done` file, as TABLE/NAME."""
+    # Parts first: a batch that is published meanwhile is in one of the others.
     parts = [(table, part) for table in TABLES for part in run_dir.parts(table)]
     stems = {*(stem for stem, _ in run_dir.journals("done")), *run_dir.commit_stems()}
     return [f"{table}/{part.name}" for table, part in parts if stem_of(part) not in stems]
 
 
-def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
-    """All (stem, key) under which a unit stands in `trajectories`, earliest commit first."""
+def find_final_rows(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
+    """All (stem, key) of a unit in `trajectories`, earliest commit first."""
     found = [
         (commit.committed_at, commit.stem, outcome.key)
         for commit in read_commits(run_dir)
@@ -366,9 +368,11 @@ def finals(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
     return [(stem, key) for _, stem, key in sorted(found, key=lambda f: f[:2])]
 
 
-def twice_message(run_dir: RunDir, unit_id: str) -> str:
-    """The line for a unit that is finished more than once: both keys and what to do."""
-    keys = [f"epoch {k.epoch} attempt {k.attempt} ({s})" for s, k in finals(run_dir, unit_id)]
+def duplicate_message(run_dir: RunDir, unit_id: str) -> str:
+    """The error message for a unit that is finished more than once."""
+    keys = [
+        f"epoch {k.epoch} attempt {k.attempt} ({s})" for s, k in find_final_rows(run_dir, unit_id)
+    ]
     return (
         f"{run_dir.path}: unit {unit_id} is finished more than once: {' and '.join(keys)}. "
         f"`hermes-rl check {run_dir.path} --repair` moves the later one to failures"

@@ -1,4 +1,4 @@
-"""The content of `done` files: rows of a finished attempt, with its receipt, or derived rows."""
+"""The content of `done` files: rows of a finished attempt, or derived rows; and receipts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hermes_rl.usage import UsageTotal
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows of one attempt: they become durable together."""
+    """All rows of one attempt, which become durable together."""
 
     key: AttemptKey
     row: Trajectory
     subagents: tuple[Trajectory, ...] = ()
     segments: tuple[Segment, ...] = ()
     fatal_command: str | None = None
-    """Names the tool call under which the attempt's sandbox died. No column of the row: the commit
-    keeps it, so that the next attempt is told, also after a restart."""
+    """The tool call during which its sandbox died. It is not a column: the commit stores it for the
+    next attempt."""
 
 
 TEXT_CHARS = 400
-"""Of the two texts in a receipt: at four bytes a character they still leave it under 4 KB."""
+"""Maximum length of the two texts in a receipt, which keeps it under 4 KB."""
 
 
 _UNCHANGED = (
@@ -42,11 +42,11 @@ _UNCHANGED = (
     "unpriced_calls",
 )
 RECEIPT_COLUMNS = (*_UNCHANGED, "task_id", "usage", "cost_usd", "calls", "timing", "error")
-"""The columns of `trajectories` and `failures` that a receipt is made of."""
+"""The columns of `trajectories` and `failures` that a receipt needs."""
 
 
 def receipt_of(finished: Finished, writer: str) -> Receipt:
-    """The receipt of a finished attempt, under 4 KB whatever the row holds."""
+    """The receipt of a finished attempt, always under 4 KB."""
     row = {name: getattr(finished.row, name) for name in RECEIPT_COLUMNS}
     return make_receipt(finished.key, msgspec.to_builtins(row), writer, finished.fatal_command)
 
@@ -78,10 +78,10 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The repeats of one task, compared with each other: the columns of table `groups`, in order.
+    """The repeats of one task: the columns of table `groups`, in order.
 
-    Lists have one entry per member, in the order of `members`. Of several rows of one group the
-    newest counts: a member that was tried again or graded again makes a new row.
+    Lists have one entry per member, in the order of `members`. The newest row of a group counts: a
+    member that ran or was graded again causes a new row.
     """
 
     group_id: str
@@ -100,10 +100,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rewards: list[float | None]
     """None for a member that is not valid."""
     reward_parts: list[list[RewardPart]] = []
-    """The components that `score_group` gave; empty where it gave none, whose rewards' components
-    stand in the rows of the members or in their grades."""
+    """The components from `score_group`; empty without them, when the components are in the rows of
+    the members or in their grades."""
     reward_metrics: list[list[Metric]] = []
-    """Numbers that `score_group` gave beside them."""
+    """Further numbers from `score_group`."""
     valid: list[bool]
     why_invalid: list[str | None]
     """The last cause of a member that was given up; `not graded`."""
@@ -117,22 +117,22 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rloo: list[float | None]
     dr_grpo: list[float | None]
     scored_by: str
-    """compute_reward, score_group or regrade: where the rewards come from."""
+    """The source of the rewards: compute_reward, score_group or regrade."""
     grade_id: str | None
-    """Of the grades that the rewards come from."""
+    """The grader of the grades with these rewards."""
     calls: list[Call]
-    """Model calls of `score_group` itself."""
+    """Model calls of `score_group`."""
     usage: UsageTotal
     cost_usd: float | None
     metrics: dict[str, float] = {}
-    """Upper bounds on what those of the calls used whose usage nobody knows."""
+    """Upper bounds for calls of unknown usage."""
     error: str | None = None
-    """Why `score_group` gave no rewards; the next start asks it again."""
+    """Why `score_group` returned no rewards; the next start calls it again."""
     created_at: Timestamp
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored rollout, graded again: the columns of table `grades`, in order."""
+    """A regraded rollout: the columns of table `grades`, in order."""
 
     trajectory_id: str
     unit_id: str
@@ -143,12 +143,12 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     grade_id: str
     """Names the grader: environment, its configuration and source, and the verifier."""
     reward: float | None
-    """None when it could not be judged; `error` says why."""
+    """None when grading failed; see `error`."""
     rewards: list[RewardPart]
     metrics: dict[str, float]
     error: str | None
     calls: list[Call]
-    """Model calls of the grader: a judge's."""
+    """Model calls of a judge."""
     usage: UsageTotal
     cost_usd: float | None
     seconds: float
@@ -156,15 +156,16 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows that a driver made from rows of the run: no attempt, so no unit changes by them."""
+    """Rows that a driver made from rows of the run. They belong to no attempt and change no
+    unit."""
 
     groups: tuple[Group, ...] = ()
     grades: tuple[Grade, ...] = ()
 
 
 def without_secrets(rows: Finished | Derived) -> Finished | Derived:
-    """The same rows without secrets of this process; a rollout that had one loses its
-    segments, whose ids would contain it."""
+    """Remove secrets of this process from rows. A rollout with one loses its segments, whose ids
+    would contain it."""
     if isinstance(rows, Derived):
         return SECRETS.scrub_record(rows)
     texts = (rows.row, rows.subagents)

@@ -14,23 +14,22 @@ import msgspec
 from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.locks import lock_within
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.files import Storage, check_digest, one_line_errors
-from hermes_rl.store.processes import Held, read_holder, this_process
+from hermes_rl.store.files import Storage, check_digest, convert_os_errors
+from hermes_rl.store.processes import HeldLock, read_holder, this_process
 
 SCHEMA_VERSION = 1
 """Of the tables and the journal. A run directory of a higher version is refused."""
 
 TABLES = ("segments", "subagents", "failures", "trajectories", "grades", "groups")
-"""All tables, in the order in which a batch publishes them: what is made from other rows comes
-after the rows that say `done`."""
+"""All tables, in the order of publishing: derived rows after the rows that finish units."""
 
 
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
 
 
-_GLANCE_S = 0.2
-"""`status` holds LOCK for a glance; a driver that starts meanwhile waits that out."""
+_STATUS_LOCK_S = 0.2
+"""`status` holds LOCK for a moment; a driver that starts meanwhile waits."""
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,9 +39,9 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int
     run_id: str
     identity: dict[str, Any]
-    """The identity sections of the configuration: a resume must bring the same."""
+    """The identity sections of the configuration; a resume must have the same."""
     max_attempts: int = 3
-    """Counted failures after which a unit was given up: readers judge by it."""
+    """Counted failures after which a unit is given up."""
     meta: dict[str, Any] = {}
     """For people: versions, host, command line."""
 
@@ -57,10 +56,10 @@ _T = TypeVar("_T")
 
 
 class RunDir:
-    """Names and small verbs of one run directory. Opening it reads or makes nothing.
+    """Paths and basic operations of one run directory. The constructor reads and creates nothing.
 
     Args:
-        path: a local folder; URLs are refused for now.
+        path: a local folder; URLs are refused.
         fsync_delay_s: slows every fsync, for tests.
 
     Raises: UserError for a URL.
@@ -77,9 +76,9 @@ class RunDir:
         self.storage = Storage(self.path, self.crash, fsync_delay_s)
 
     def create(self) -> None:
-        """Make the folders.
+        """Create the folders.
 
-        Raises: UserError when the place holds something else or cannot be written; DiskFull.
+        Raises: UserError when the folder contains other files or cannot be written; DiskFull.
         """
         try:
             if self.path.is_dir() and not is_run(self.path):
@@ -104,15 +103,15 @@ class RunDir:
                 f"{self.path} cannot be written: {error.strerror}. Choose another --out"
             ) from error
 
-    def lock(self) -> Held:
+    def lock(self) -> HeldLock:
         """Take LOCK.
 
         Raises: StoreError, naming the process that holds it.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        with one_line_errors(self.path):
+        with convert_os_errors(self.path):
             fd = os.open(self.path / "LOCK", flags, 0o644)
-        if not lock_within(fd, _GLANCE_S):
+        if not lock_within(fd, _STATUS_LOCK_S):
             holder = read_holder(fd)
             os.close(fd)
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -120,7 +119,7 @@ class RunDir:
                 f"{self.path} is in use by {who}; wait, or stop it with "
                 f"`hermes-rl status {self.path} --stop`"
             )
-        return Held(fd)
+        return HeldLock(fd)
 
     def epochs(self) -> list[int]:
         """All epochs so far, ascending."""
@@ -128,14 +127,14 @@ class RunDir:
         return sorted(int(n[:-5]) for n in names if re.fullmatch(r"\d+\.json", n))
 
     def last_epoch(self) -> int:
-        """The highest epoch that any name carries, 0 for none. An epoch is never used again, also
-        where epochs/ was emptied: batches of two drivers would have one name."""
+        """The highest epoch in any name, 0 for none. An epoch is never reused, even if epochs/ was
+        emptied, since batches of two drivers would have the same name."""
         stems = [*self.commit_stems(), *(stem_of(p) for t in TABLES for p in self.parts(t))]
         writers = [f"{name}-0" for name in (*self.writers(), *self.storage.names("quarantine"))]
         return max([0, *self.epochs(), *(order_of(stem)[0] for stem in (*stems, *writers))])
 
     def epoch(self, number: int) -> Epoch:
-        """What epochs/NUMBER.json says.
+        """The content of epochs/NUMBER.json.
 
         Raises: StoreError when it is damaged, or of a newer version.
         """
@@ -171,9 +170,8 @@ class RunDir:
         return sorted(folders, key=lambda n: (epoch_of(n), n))
 
     def journals(self, kind: str, writer: str | None = None) -> list[tuple[str, Path]]:
-        """The `done`, `live`, `asked` or `dispatch` files of one writer or of all, by number; each
-        with the stem of its batch. Other files are ignored: a file system may leave some
-        (`.nfs...`)."""
+        """The `done`, `live`, `asked` or `dispatch` files of one writer or of all, by number, each
+        with the stem of its batch. Other files are ignored, such as `.nfs...`."""
         pattern = re.compile(kind if kind == "dispatch" else rf"{kind}-(\d+)")
         found = []
         for owner in self.writers() if writer is None else [writer]:
@@ -188,7 +186,7 @@ class RunDir:
         return self.path / part_name(table, stem)
 
     def parts(self, table: str) -> list[Path]:
-        """All parts of a table, in the order in which they were written: see `order_of`."""
+        """All parts of a table in the order of writing; see `order_of`."""
         names = self.storage.names(table)
         found = [self.path / table / n for n in names if re.fullmatch(r"part-.*\.parquet", n)]
         return sorted(found, key=lambda part: order_of(stem_of(part)))
@@ -204,7 +202,7 @@ class RunDir:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, also one that lost some of its files."""
+    """Whether a folder is a run directory, even if some of its files are missing."""
     return sum((path / name).is_dir() for name in ("epochs", "commits", "journal")) > 1
 
 
@@ -224,10 +222,10 @@ def stem_of(part: Path) -> str:
 
 
 def order_of(stem: str) -> tuple[int, int, str, int]:
-    """Sorts stems by epoch, then by writer, then by sequence. Rows that were made from others are
-    sorted by this and not by their time: a clock may go back between two starts.
+    """Sort key of stems: epoch, writer, sequence. Batches of the driver come before those of
+    workers.
 
-    The driver's own batches of an epoch come before those of its numbered writers.
+    Derived rows are sorted by this, since clocks may go back between two starts.
     """
     found = re.fullmatch(r"(\d{1,9})-(\D*)(\d{0,9})(.*)-(\d{1,9})", stem)
     if found is None:
@@ -237,22 +235,21 @@ def order_of(stem: str) -> tuple[int, int, str, int]:
 
 
 GRACE_S = 10.0
-"""A writer whose driver is gone gets this long to end by itself, and once killed to be gone."""
+"""Time for a writer to end after the end of its driver, and again after a kill."""
 
 LEASE_S = 30.0
-"""The lease of a writer whose `alive` does not say it."""
+"""The lease of a writer whose `alive` does not contain it."""
 
 
 class NotFenced(StoreError):
-    """A writer still holds its journal, although it had time to end, was killed, or its lease is
-    over."""
+    """A writer still holds its journal after the grace period, a kill, or its lease."""
 
 
 def fence(run_dir: RunDir, writer: str, *, grace_s: float = GRACE_S) -> None:
-    """Return once the writer cannot write any more. Blocking: for threads.
+    """Return once the writer can no longer write. Blocking.
 
-    Waits for the grace, then kills a local process by pid and start time, but not this one. A
-    process on another machine gets until its own lease has ended, and the grace once more.
+    After the grace period it kills a local process by pid and start time, but not this one. For a
+    process on another machine it waits for the lease and the grace period.
     Raises: NotFenced when the writer still holds its journal after that.
     """
     path = run_dir.writer_path(writer) / "alive"
@@ -267,7 +264,7 @@ def fence(run_dir: RunDir, writer: str, *, grace_s: float = GRACE_S) -> None:
         if holder is not None and holder == this_process(holder.lease_s):
             raise NotFenced(
                 f"{run_dir.path}: writer {writer} of this process still waits for its disk. "
-                "What it finished is published when that answers, or by the next start"
+                "Its finished rows are published when the disk answers, or by the next start"
             )
         if holder is not None:
             holder.kill()
@@ -276,4 +273,4 @@ def fence(run_dir: RunDir, writer: str, *, grace_s: float = GRACE_S) -> None:
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise NotFenced(f"{run_dir.path}: writer {writer} ({who}) still runs; stop it first")
     finally:
-        os.close(fd)  # its owner is dead by now, and its name is never used again
+        os.close(fd)  # its holder is dead, and its name is never reused

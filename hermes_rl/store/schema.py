@@ -20,8 +20,7 @@ VERSION_KEY = "hermes_rl.schema_version"
 """Key in the metadata of every Parquet file."""
 
 LATER = {"groups": ("reward_parts", "reward_metrics")}
-"""Columns that came after the first files of this version: those of older runs lack them, and are
-read with nulls there."""
+"""Columns that were added later; parts of older runs lack them and are read with nulls."""
 
 _ANNOTATED = {
     "int64": pa.int64(),

@@ -31,15 +31,15 @@ _PARTS = {
     "verify_s": "verifier",
     "waiting_s": "waiting",
 }
-"""Where a rollout's seconds go; `queued_s` is before it begins."""
+"""Parts of the time of a rollout; `queued_s` is before its start."""
 
 
 def page(name: str, stats: Mapping[str, Any]) -> str:
-    """The page.
+    """Render report.html.
 
     Args:
-        name: the run directory's.
-        stats: as `compute_stats` makes them.
+        name: of the run directory.
+        stats: from `compute_stats`.
     """
     histograms, seconds = stats["histograms"], stats["seconds"]
     ends = [f"to {end:g}" for end in histograms["reward_upper_ends"]]
@@ -63,12 +63,12 @@ def page(name: str, stats: Mapping[str, Any]) -> str:
 
 
 def document(title: str, lead: str, body: str, style: str = "") -> str:
-    """A page that fetches nothing.
+    """Render an HTML page without external references.
 
     Args:
-        title: text, as `lead` below it.
+        title, lead: plain text.
         body: HTML.
-        style: CSS beside that of all pages.
+        style: additional CSS.
     """
     shared = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
@@ -135,18 +135,18 @@ def _range(bucket: int) -> str:
 
 
 def _buckets(histogram: Mapping[str, int], label: Callable[[int], str]) -> list[Bar]:
-    """Every bucket between the least and the greatest, also where nothing is in it."""
+    """All buckets between the lowest and the highest, including empty ones."""
     counts = {int(bucket): n for bucket, n in histogram.items()}
     every = range(min(counts), max(counts) + 1) if counts else range(0)
     return [(label(b), counts.get(b, 0), f"{counts.get(b, 0):,}") for b in every]
 
 
 MANY_FORKS = 0.05
-"""A higher share of forks says that histories drift: their shared beginnings are computed and
-stored again with each."""
+"""A higher share of forks means that histories drift: shared prefixes are computed and stored
+repeatedly."""
 
 _DIGITS = 9
-"""Sums of floats are rounded to this, so that the order of the batches does not show."""
+"""Decimals of float sums, which hide the order of batches."""
 
 
 def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def compute_stats(summary: Summary, ledger: Ledger, plan: Mapping[str, Any]) -> 
     Args:
         summary: of all commits.
         ledger: of the same commits.
-        plan: `units` (planned, None when unknown) and whatever else should stand in the file.
+        plan: `units` (planned, None when unknown) and further entries of the file.
     """
     counts, sums = summary.counts, summary.sums
     graded = counts.get("graded", 0)
@@ -219,8 +219,8 @@ def write_stats(run_dir: RunDir, ledger: Ledger, plan: Mapping[str, Any]) -> dic
 
 
 def _exact_tokens(counts: Mapping[str, int]) -> dict[str, Any] | None:
-    """Table segments in sum; None when no call brought ids. `fork_rate` is the share of calls that
-    an exact history would have made extensions of the one before, and that began a branch."""
+    """Totals of table segments; None when no call returned ids. `fork_rate` is the share of calls
+    that should have extended the history before them and started a branch instead."""
     if "captured_calls" not in counts:
         return None
     followed, forked = counts.get("followed_calls", 0), counts.get("forked_calls", 0)

@@ -1,8 +1,7 @@
-"""What a batch adds up to: counters and fixed-bucket histograms, merged by addition alone.
+"""The summary of a batch: counters and fixed-bucket histograms, which are merged by addition.
 
-Prompt caching: an agent's next call repeats the last one's prompt, so about that much of it should
-be read from the provider's cache.
-"""
+Prompt caching: each call of an agent repeats the prompt of the one before, so about that much
+should be read from the cache of the provider."""
 
 from __future__ import annotations
 
@@ -14,19 +13,18 @@ import msgspec
 from hermes_rl.trajectory import UNSENT
 
 LEAST_TOKENS = 1024
-"""Prompts shorter than this are not cached by any provider that says so."""
+"""No provider with documented limits caches shorter prompts."""
 NOTABLE_TOKENS = 100_000
-"""From so many cacheable tokens on, a low share is worth a line."""
+"""Cacheable tokens from which a low share is reported."""
 LOW = 0.5
-"""Below this part of what was to be expected, a share is low."""
+"""A share is low below this fraction of the expected one."""
 
 
 def cache_counts(calls: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Token sums over the calls of one row whose usage reports cache reads.
 
-    `cache_input_tokens`: their input. `cacheable_tokens`: what of it the same agent had sent to the
-    same model the call before. Empty when no call reports them.
-    """
+    `cache_input_tokens`: their input. `cacheable_tokens`: the part of it that the same agent sent
+    to the same model in the call before. Empty when no call reports cache reads."""
     known: dict[tuple[Any, ...], int] = {}
     input_tokens = cacheable = reported = 0
     for call in calls:
@@ -46,7 +44,7 @@ def cache_counts(calls: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def cache_shares(counts: Mapping[str, int]) -> dict[str, Any]:
-    """What stats.json says of the cache: shares of the input of calls that report cache reads."""
+    """The cache entry of stats.json: shares of the input of calls that report cache reads."""
     input_tokens = counts.get("cache_input_tokens") or 0
     if not input_tokens:
         return {"read_share": None, "expected_share": None, "low": False}
@@ -61,7 +59,7 @@ def cache_shares(counts: Mapping[str, int]) -> dict[str, Any]:
 
 
 REWARD_EDGES = tuple(i / 10 for i in range(11))
-"""Upper ends of the reward buckets; one more bucket takes what lies above."""
+"""Upper ends of the reward buckets; one more bucket contains higher rewards."""
 
 TOKENS = (
     "input_tokens",
@@ -72,7 +70,7 @@ TOKENS = (
     "total_tokens",
 )
 UNPARSED_COUNT = "suspected_unparsed_calls"
-"""Metric of rollouts: answers that may hold a call which no server parsed."""
+"""Metric of rollouts: answers that may contain an unparsed tool call."""
 _SUMMED_METRICS = (
     "captured_calls",
     "followed_calls",
@@ -160,8 +158,8 @@ def _add(total: dict[Any, Any], more: Mapping[Any, float | None]) -> None:
 
 
 def known_cost(row: Mapping[str, Any]) -> float | None:
-    """What is known of a row's cost in US dollars: one call of unknown usage makes `cost_usd` null.
-    None when nothing is known."""
+    """The known cost of a row in US dollars, although one call of unknown usage makes `cost_usd`
+    null; None when no cost is known."""
     if row["cost_usd"] is not None:
         return float(row["cost_usd"])
     costs = [call["cost_usd"] for call in row["calls"] or () if call["cost_usd"] is not None]

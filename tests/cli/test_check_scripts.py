@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_runner import run_cli, write_rows
 
-from hermes_rl.cli import refusals
+from hermes_rl.cli import find_script_errors
 
 GOOD = ("echo ok", "if true; then echo 'x y'; fi", "cat <<EOF\nit's\nEOF", "# don't", "", "true &")
 BROKEN = (
@@ -37,8 +37,8 @@ def bash_refuses(script: str) -> bool:
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_script_is_found_among_valid_ones(broken: str) -> None:
     scripts = (*GOOD[:3], broken, *GOOD[3:])
-    refused = refusals(scripts)
-    assert set(refused) == {script for script in scripts if bash_refuses(script)}
+    errors = find_script_errors(scripts)
+    assert set(errors) == {script for script in scripts if bash_refuses(script)}
 
 
 def test_two_broken_scripts_do_not_complete_each_other() -> None:
@@ -50,9 +50,9 @@ def test_two_broken_scripts_do_not_complete_each_other() -> None:
         ("{", "}"),
     ]
     for first, second in pairs:
-        assert set(refusals((first, "echo ok", second))) == {first, second}
+        assert set(find_script_errors((first, "echo ok", second))) == {first, second}
     # bash accepts an unterminated here-document; the scripts that follow are still checked.
-    assert set(refusals(("cat <<EOF", "if true", "EOF\nfi"))) == {"if true", "EOF\nfi"}
+    assert set(find_script_errors(("cat <<EOF", "if true", "EOF\nfi"))) == {"if true", "EOF\nfi"}
 
 
 def test_ten_thousand_verifiers_are_parsed_within_seconds(tmp_path: Path) -> None:

@@ -420,10 +420,7 @@ async def compute_reward(self, task, trajectory, ctx):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (
-            {},
-            "kept no workspaces, so none of its rollouts can be graded again. Make the run in another",
-        ),
+        ({}, "kept no workspaces, so none of its rollouts can be graded again. Make the run"),
         ({"keep_workspaces": True}, "nothing could be graded (exit 2)"),
     ],
 )

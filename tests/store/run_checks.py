@@ -11,7 +11,15 @@ import msgspec
 import pyarrow.parquet as pq
 from scripted_driver import Plan
 
-from hermes_rl.store import TABLES, RunDir, file_sha256, load_run, payloads, read_commits, schema_of
+from hermes_rl.store import (
+    TABLES,
+    RunDir,
+    file_sha256,
+    load_run,
+    read_commits,
+    read_payloads,
+    schema_of,
+)
 
 Key = tuple[str, int, int]
 
@@ -57,7 +65,7 @@ def committed_keys(run_dir: RunDir) -> dict[str, list[Key]]:
 def waiting_keys(run_dir: RunDir) -> dict[str, list[Key]]:
     found = {}
     for stem, done in run_dir.journals("done"):
-        keys = [msgspec.json.decode(line)["key"] for line in payloads(done)]
+        keys = [msgspec.json.decode(line)["key"] for line in read_payloads(done)]
         found[stem] = [(k["unit_id"], k["epoch"], k["attempt"]) for k in keys]
     return found
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from batch_runner import Silent, run_batch
-from hermes_rl.cli import command, guarded
+from hermes_rl.cli import command, run_guarded
 from hermes_rl.errors import ExitCode, HermesError
 from hermes_rl.store import JournalWriter, OpenOptions, RunDir, load_run, open_run
 
@@ -25,7 +25,7 @@ OPTIONS = OpenOptions(grace_s=0.01)
 def check(path: Path) -> int:
     """`hermes-rl check RUN`."""
     flags = {"run": False, "repair": False, "tokens": False, "masks": False, "as_json": False}
-    return guarded(
+    return run_guarded(
         lambda: command(str(path), columns=None, limit=None, tokenizer=None, **flags), "check"
     )
 
@@ -169,7 +169,7 @@ def test_a_changed_file_of_sums_is_named(runs: dict[str, Path], place: Path, cap
     stats["reward"]["solved"] += 1
     (place / "stats.json").write_text(json.dumps(stats))
     assert check(place) == ExitCode.BAD_INPUT
-    assert "stats.json: is not what the commits add up to (reward)" in capsys.readouterr().err
+    assert "stats.json: differs from the sums of the commits (reward)" in capsys.readouterr().err
 
 
 def test_a_file_of_sums_by_an_older_version_is_no_damage(

@@ -21,7 +21,7 @@ from hermes_rl.store import (
     Publisher,
     load_run,
     open_run,
-    payloads,
+    read_payloads,
 )
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def test_a_line_that_does_not_fit_is_undone(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == "full\n"
-    assert list(payloads(path)) == [b"a" * 1000, b"c" * 1000]
+    assert list(read_payloads(path)) == [b"a" * 1000, b"c" * 1000]
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def test_a_full_disk(small_disk: Path, leave: int) -> None:
         with pytest.raises(DiskFull, match=r"the disk is full: .*Free some space and run again"):
             await attempts()
         for line in (path / "journal" / "1-0").glob("*.jsonl"):
-            list(payloads(line))  # raises for a line that was not undone
+            list(read_payloads(line))  # raises for a line that was not undone
     assert len(finished) >= 5
     checks.always(path)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hermes_rl.errors import CAUSES
-from hermes_rl.store import Commit, Ledger, Tally
+from hermes_rl.store import BatchSummary, Commit, Ledger
 
 causes = st.sampled_from([None, *CAUSES])
 histories = st.dictionaries(st.integers(0, 400), st.lists(causes, min_size=1, max_size=5))
@@ -32,7 +32,7 @@ def fatal(attempt: int, cause: str | None) -> str | None:
 
 
 def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
-    tally = Tally()
+    tally = BatchSummary()
     rows: dict[str | None, Any] = {}
     for number, attempt, cause in attempts:
         if cause not in rows:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.store import encode_line, payloads
+from hermes_rl.store import encode_line, read_payloads
 
 
 class Growing(io.RawIOBase):
@@ -32,4 +32,4 @@ def test_a_line_that_is_being_written_is_no_damage(at: int) -> None:
     """A reader meets the first part of a line at the file's end, and the rest a moment later."""
     first, second = encode_line(b'{"line":1}'), encode_line(b'{"line":2}')
     file: Any = Growing(first + second[:at], b"", second[at:], b"")
-    assert list(payloads(file)) == [b'{"line":1}']
+    assert list(read_payloads(file)) == [b'{"line":1}']
