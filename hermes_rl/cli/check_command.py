@@ -45,18 +45,14 @@ def command(
         list[str] | None, typer.Option("--map", help="rename a column: prompt=COLUMN")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first rows")] = None,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="a run: recover damaged journals, move duplicates")
-    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="a run: repair its files")] = False,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="a run: exact ids, row by row, and why they forked")
     ] = False,
     masks: Annotated[
         bool, typer.Option("--masks", help="a run: which tokens of the model would be trained")
     ] = False,
-    secrets: Annotated[
-        bool, typer.Option("--secrets", help="a run: texts that look like keys or passwords")
-    ] = False,
+    secrets: Annotated[bool, typer.Option("--secrets", help="a run: find API keys")] = False,
     tokenizer: Annotated[
         list[str] | None,
         typer.Option(help="folder or hub name, to decode and render again; may be repeated"),
