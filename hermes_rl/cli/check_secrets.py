@@ -62,7 +62,9 @@ def _in_table(path: Path) -> Iterator[str]:
             columns = [field.name for field in schema if _has_text(field.type)]
             row_columns = [name for name in _ROW_COLUMNS if name in schema.names]
             number = 0
-            for batch in file.iter_batches(_ROWS, columns=list(dict.fromkeys([*row_columns, *columns]))):
+            for batch in file.iter_batches(
+                _ROWS, columns=list(dict.fromkeys([*row_columns, *columns]))
+            ):
                 for row in batch.to_pylist():
                     for column, leak in leaks_of_row(row):
                         unit = _unit(row)
