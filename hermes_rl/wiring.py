@@ -359,12 +359,14 @@ async def open_link(
     model: object,
     more_keys: Mapping[str, str] = MappingProxyType({}),
     summary: ModelPlace | None = None,
+    calls: int = _CALLS_AT_ONCE,
 ) -> AsyncIterator[Link]:
     """Connect to a model: a name or a `ModelConfig`.
 
     Args:
         more_keys: keys by the name of a variable, beside those of the environment.
         summary: the model that writes summaries of long conversations.
+        calls: how many may be in flight.
 
     Raises: UserError.
     """
@@ -390,7 +392,7 @@ async def open_link(
         environ = {**os.environ, **more_keys, **({_EXPLICIT_KEY: key} if key else {})}
         keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
     held = Keys.renewed_by(where.key_commands, keys)
-    share = Share(maximum=_CALLS_AT_ONCE)
+    share = Share(maximum=calls)
     async with AsyncExitStack() as stack:
         routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
         summaries = None

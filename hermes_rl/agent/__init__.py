@@ -47,7 +47,12 @@ if TYPE_CHECKING:
         split_system,
         with_user,
     )
-    from hermes_rl.agent.summaries import COMPRESSION_TEXTS, SummaryEngine
+    from hermes_rl.agent.summaries import (
+        COMPRESSION_TEXTS,
+        SummaryEngine,
+        static_digest,
+        summary_prompt,
+    )
     from hermes_rl.agent.tool_calls import tool_meant
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -205,7 +205,9 @@ class SummaryEngine:
         tokens = _summary_tokens(view, middle)
         text, method = None, "summary"
         if view.summarise is not None:
-            prompt = summary_prompt(view, middle, before.summary, tokens)
+            source = max(1_000, view.threshold - 2 * tokens)
+            chars = int(source * BYTES_PER_TOKEN / view.scale)
+            prompt = summary_prompt(middle, before.summary, tokens, chars)
             text = await view.summarise(prompt, tokens)
         if text is None:
             chars = min(STATIC_CHARS, 2 * BYTES_PER_TOKEN * tokens)
@@ -365,12 +367,13 @@ def _summary_tokens(view: ContextView, middle: Sequence[Message]) -> int:
     return max(64, int(min(wanted, most)))
 
 
-def summary_prompt(
-    view: ContextView, middle: Sequence[Message], earlier: str | None, tokens: int
-) -> str:
-    """The request for a summary of some messages that replaces an earlier one."""
-    source = max(1_000, view.threshold - 2 * tokens)
-    chars = int(source * BYTES_PER_TOKEN / view.scale)
+def summary_prompt(middle: Sequence[Message], earlier: str | None, tokens: int, chars: int) -> str:
+    """The request for a summary of some messages that replaces an earlier one.
+
+    Args:
+        tokens: of the summary.
+        chars: what of the messages is shown, at most.
+    """
     instructions = INSTRUCTIONS.format(length=max(40, tokens * 2 // 3))
     parts = [instructions + (UPDATE if earlier else "")]
     if earlier:

@@ -29,6 +29,7 @@ COMMANDS = {
     "status": "the state of a run, from any other terminal",
     "check": "find bad rows before a token is spent; check the records of a run",
     "export": "a run in another format, with a loss report",
+    "compress": "fit long trajectories into a token budget",
     "import": "another program's trajectories as a run",
     "env": "RL environments: list, process, evaluate, regrade, new",
     "images": "images for sandboxes: list, pull, import, build, prune",

@@ -13,6 +13,7 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from hermes_rl.export import harbor_tasks
+    from hermes_rl.export.compressor import CompressOptions, CompressReport, compress_run
     from hermes_rl.export.exporter import export_run, whole_file
     from hermes_rl.export.formats import FORMATS
     from hermes_rl.export.formats.sharegpt import conversation

@@ -65,6 +65,11 @@ if TYPE_CHECKING:
         detect_form,
         message_form,
     )
-    from hermes_rl.models.tokens.tokenizer import Tokenizer, TokenizerFiles, clean
+    from hermes_rl.models.tokens.tokenizer import (
+        Tokenizer,
+        TokenizerFiles,
+        clean,
+        load_tokenizer,
+    )
 else:
     __getattr__, __dir__ = attach(__name__)

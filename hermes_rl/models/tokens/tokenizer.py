@@ -278,6 +278,18 @@ def _fetched(name: str, revision: str | None) -> Path:
     return Path(found)
 
 
+def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Args:
+        path_or_name: a folder with tokenizer.json, or a model's name on the hub.
+
+    Raises: UserError when files are missing or unreadable.
+    """
+    files = read_folder(folder_of(path_or_name))
+    return Tokenizer(files.tokenizer, special=files.special, added=files.added)
+
+
 def read_folder(folder: Path) -> TokenizerFiles:
     """Read all files of a folder.
 
