@@ -66,7 +66,7 @@ def command(
         "api_key_env": api_key_env,
         "api_mode": api_mode,
     }
-    given = {name: value for name, value in place.items() if value is not None}
+    options = {name: value for name, value in place.items() if value is not None}
     of_run = _of_run(Path(run))
     report = compress_run(
         run,
@@ -77,7 +77,7 @@ def command(
             keep_last=keep_last,
             concurrency=concurrency,
         ),
-        model=None if no_model else _model(model, given, of_run, run),
+        model=None if no_model else _model(model, options, of_run, run),
         tokenizer=tokenizer or _tokenizer(of_run),
         dry_run=dry_run,
     )
@@ -99,21 +99,23 @@ def _tokenizer(of_run: dict[str, Any]) -> str | None:
 
 
 def _model(
-    name: str | None, given: dict[str, Any], of_run: dict[str, Any], run: str
+    name: str | None, options: dict[str, Any], of_run: dict[str, Any], run: str
 ) -> ModelConfig:
     """The model that writes summaries. Raises: UserError."""
     from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, ModelConfig
 
     if name is not None:
-        return ModelConfig(name=name, **given)
+        return ModelConfig(name=name, **options)
     section, endpoint = of_run.get("model", {}), of_run.get("endpoint", {})
     found = section.get("name")
     if found is None or section.get("mix") or found in (*PLAYED_MODELS, *LOCAL_MODELS):
         raise UserError(
             f"{run} names no model that can write summaries. Add --model NAME, or --no-model"
         )
-    if given:
-        raise UserError(f"--{next(iter(given)).replace('_', '-')} needs --model. Add --model NAME")
+    if options:
+        raise UserError(
+            f"--{next(iter(options)).replace('_', '-')} needs --model. Add --model NAME"
+        )
     names = ("base_url", "provider", "api_key_env", "api_mode", "headers", "proxy", "ca_file")
     reached = {key: endpoint[key] for key in names if endpoint.get(key)}
     return ModelConfig(name=found, **reached)

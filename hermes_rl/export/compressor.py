@@ -314,13 +314,13 @@ class _Work:
             changes = self._replaced(row, region, summary)
         metadata = msgspec.json.decode(row.columns["metadata"])
         metadata["compressed_from"] = row.columns["trajectory_id"]
-        own_id = trajectory_id(key.unit_id, key.epoch, key.attempt)
+        new_id = trajectory_id(key.unit_id, key.epoch, key.attempt)
         columns = {
             **row.columns,
             **changes,
             "metadata": msgspec.json.encode(metadata).decode(),
-            "trajectory_id": own_id,
-            "root_trajectory_id": own_id,
+            "trajectory_id": new_id,
+            "root_trajectory_id": new_id,
             "run_id": driver.run_id,
             "attempt": key.attempt,
         }

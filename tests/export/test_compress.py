@@ -20,7 +20,7 @@ from rollouts import message, model_call
 from hermes_rl import ModelConfig
 from hermes_rl import events as ev
 from hermes_rl.aio import LoopThread
-from hermes_rl.cli.app import run_app
+from hermes_rl.cli import main
 from hermes_rl.errors import Outage, StoreError, UserError
 from hermes_rl.export import CompressOptions, compress_run, export_run, samples_of
 from hermes_rl.messages import AssistantMessage, SystemMessage, ToolMessage, UserMessage
@@ -141,8 +141,8 @@ def test_long_trajectories_keep_their_beginning_and_end(source: Path, tmp_path: 
         row, was = rows[rollouts.unit(number)], originals[rollouts.unit(number)]
         assert len(row["calls"]) == len(was["calls"])
         assert trained(row) == trained(was)
-    assert run_app(["check", str(out)]) == 0
-    assert run_app(["show", str(out)]) == 0
+    assert main(["check", str(out)]) == 0
+    assert main(["show", str(out)]) == 0
     assert export_run(out, "trl", tmp_path / "trl.jsonl").samples >= 6
 
 
@@ -172,7 +172,7 @@ def test_a_digest_takes_the_place_of_a_bad_summary(bad: str, source: Path, tmp_p
     rows = [rows_of(out)[rollouts.unit(n)] for n in range(4)]
     assert all("No summary could be written. Digest" in r["messages"][4]["content"] for r in rows)
     assert {c["call_id"] for r in rows for c in r["calls"] if c["purpose"] == "summary"} == calls
-    assert run_app(["check", str(out)]) == 0
+    assert main(["check", str(out)]) == 0
 
 
 def test_without_a_model_and_with_a_tokenizer(source: Path, tmp_path: Path) -> None:
@@ -193,14 +193,14 @@ def test_a_dry_run_counts_and_writes_nothing(source: Path, tmp_path: Path, capsy
     options = ["--target-tokens", "2000", "--summary-tokens", "100"]
     with serving() as server:
         remote = ["--model", "small", "--base-url", server.base_url]
-        assert run_app(["compress", str(source), *options, *remote, "--dry-run"]) == 0
+        assert main(["compress", str(source), *options, *remote, "--dry-run"]) == 0
         assert not server.entries
     assert contents(tmp_path) == before
     text = capsys.readouterr().out
     assert "6 trajectories, 4 longer than the target and compressed" in text
     assert "forecast: 4 calls, about" in text
     assert "cost not known" in text
-    assert run_app(["compress", str(source), *options]) == 2
+    assert main(["compress", str(source), *options]) == 2
     assert "names no model that can write summaries" in capsys.readouterr().err
     with pytest.raises(UserError, match="within the run itself"):
         compress_run(source, source / "x", OPTIONS)
@@ -227,7 +227,7 @@ def test_a_killed_compression_pays_for_no_summary_twice(source: Path, tmp_path: 
         home.run(first.aclose())
     with serving() as second:
         remote = ["--model", "small", "--base-url", second.base_url]
-        assert run_app([*command[1:], *options, *remote]) == 0
+        assert main([*command[1:], *options, *remote]) == 0
         assert len(second.entries) == 2
     rows = rows_of(out)
     calls = [c for row in rows.values() for c in row["calls"] if c["purpose"] == "summary"]
@@ -235,7 +235,7 @@ def test_a_killed_compression_pays_for_no_summary_twice(source: Path, tmp_path: 
     assert sorted(c["call_id"] for c in calls if c["outcome"] == "ok") == sorted(served)
     assert [c["outcome"] for c in calls].count("unknown") == 1  # it was held when the kill came
     assert sum(row["usage"]["unknown_calls"] for row in rows.values()) == 1
-    assert run_app(["check", str(out)]) == 0
+    assert main(["check", str(out)]) == 0
 
 
 def test_memory_does_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:
