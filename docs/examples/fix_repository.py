@@ -34,20 +34,20 @@ BUGS = (
 )
 
 CASES = {"5 0 10": "5", "-1 0 10": "0", "11 0 10": "10", "0 0 10": "0", "10 0 10": "10"}
-"""Call -> the right answer. Only the calls go into the grading box: the agent's code runs there and
-can read whatever is in it."""
+"""Call -> the right result. Only the calls go into the grading sandbox, where the agent's code runs
+and can read all files."""
 
 ASK = """\
 import json, os, subprocess, sys
 
 CALL = "import sys; sys.path.insert(0, sys.argv[1]); import shapes; "
 CALL += "print(shapes.clamp(*map(int, sys.argv[2].split())))"
-told = []
-for case in sys.argv[2:]:  # the agent's code runs in a process that cannot report for us
+results = []
+for case in sys.argv[2:]:  # the agent's code runs in a process that cannot write the report
     command = [sys.executable, "-I", "-c", CALL, sys.argv[1], case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    told.append(done.stdout.strip()[:20])
-os.write(3, json.dumps(told).encode())
+    results.append(done.stdout.strip()[:20])
+os.write(3, json.dumps(results).encode())
 """
 
 
@@ -78,14 +78,14 @@ class FixRepository(Environment[EnvConfig]):
         except OSError:
             return Rewards([part("tests", 0.0)])
         calls = " ".join(f"'{case}'" for case in CASES)
-        box = await ctx.grading.run(
+        result = await ctx.grading.run(
             f'exec python3 -I "$VERIFY/ask.py" "$WORKSPACE" {calls}',
             files={"ask.py": ASK},
             timeout_s=60,
         )
-        if box.exit_code == 127:
-            raise CannotJudge("no python3 in the grading box")  # our fault: no reward at all
-        told = json.loads(box.report) if box.ok else []
-        passed = sum(a == b for a, b in zip(told, CASES.values(), strict=False))
+        if result.exit_code == 127:
+            raise CannotJudge("no python3 in the grading sandbox")  # no reward, not 0
+        results = json.loads(result.report) if result.ok else []
+        passed = sum(a == b for a, b in zip(results, CASES.values(), strict=False))
         solved = passed == len(CASES)
         return Rewards([part("tests", solved)], {"passed": float(passed), "bytes": len(left)})

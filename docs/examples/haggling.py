@@ -64,8 +64,8 @@ class Haggling(Environment[Config]):
         """What is sold, and for how much."""
         rng = random.Random(f"{split} {seed}")
         while True:
-            thing, asked = rng.choice(THINGS), rng.randint(20, 200)
-            yield make_task(f"Hello! How much is the {thing}?", thing=thing, asked=asked)
+            thing, price = rng.choice(THINGS), rng.randint(20, 200)
+            yield make_task(f"Hello! How much is the {thing}?", thing=thing, price=price)
 
     def tools(self, task: Task) -> list[Tool]:
         """The one way to close a deal."""
@@ -73,7 +73,7 @@ class Haggling(Environment[Config]):
 
     async def start(self, task: Task, ctx: RolloutContext) -> None:
         """The buyer's limit differs between the rollouts of a group, and is always the same."""
-        ctx.state["most"] = task.metadata["asked"] + ctx.rng.randint(-10, 10)
+        ctx.state["most"] = task.metadata["price"] + ctx.rng.randint(-10, 10)
         ctx.state["offers"] = []
 
     async def reply(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> str | None:
@@ -82,16 +82,16 @@ class Haggling(Environment[Config]):
             return None
         persona = f"You buy a {task.metadata['thing']} for at most {ctx.state['most']} euros. "
         persona += 'Only what you would really pay is an offer. Make it as "I offer N euros".'
-        said = await ctx.user.answer(persona, trajectory)
-        found = [int(number) for number in re.findall(r"\bI offer (\d{1,4})\b", said)]
+        text = await ctx.user.answer(persona, trajectory)
+        found = [int(number) for number in re.findall(r"\bI offer (\d{1,4})\b", text)]
         ctx.state["offers"] = [price for price in found if price <= ctx.state["most"]]
-        return said
+        return text
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Rewards:
-        """Most of it is the price; manners are judged. A judge that fails is no reward of 0."""
+        """Most of it is the price; a judge rates manners. If it fails, there is no reward."""
         price = part("price", ctx.state.get("sold", 0) / ctx.state["most"], weight=0.8)
         if "sold" not in ctx.state:
             return Rewards([price])  # manners without a deal are worth nothing
-        said = {"seller": "\n\n".join(trajectory.answers)}
-        verdict = await ctx.judge.verdict("Was the seller polite?", said, choices=("yes", "no"))
+        data = {"seller": "\n\n".join(trajectory.answers)}
+        verdict = await ctx.judge.verdict("Was the seller polite?", data, choices=("yes", "no"))
         return Rewards([price, verdict.part("polite", {"yes": 1.0, "no": 0.0}, weight=0.2)])

@@ -52,11 +52,11 @@ class Rounds(BaseEnv):
         messages = [{"role": "user", "content": f"Number {item}.\nSCRIPT: {script}"}]
         for turn in range(ROUNDS):
             answer = await self.server.chat_completion(messages=messages, n=1, max_tokens=64)
-            said = answer.choices[0].message.content
-            messages.append({"role": "assistant", "content": said})
+            text = answer.choices[0].message.content
+            messages.append({"role": "assistant", "content": text})
             if turn + 1 < ROUNDS:
-                messages.append({"role": "user", "content": "Go on."})
-        score = float(said == f"answer {ROUNDS - 1} of {item}")
+                messages.append({"role": "user", "content": "Continue."})
+        score = float(text == f"answer {ROUNDS - 1} of {item}")
         # Its own tokenize_for_trainer renders every prefix, and does not know transformers 5.
         text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
@@ -69,31 +69,31 @@ def main() -> None:
     parser.add_argument("--groups", type=int, required=True)
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--folder", required=True)
-    given = parser.parse_args()
-    save_tokenizer(f"{given.folder}/tokenizer")
+    arguments = parser.parse_args()
+    save_tokenizer(f"{arguments.folder}/tokenizer")
     config = BaseEnvConfig(
-        tokenizer_name=f"{given.folder}/tokenizer",
-        group_size=given.size,
+        tokenizer_name=f"{arguments.folder}/tokenizer",
+        group_size=arguments.size,
         use_wandb=False,
         include_messages=True,
         ensure_scores_are_not_same=False,
-        data_path_to_save_groups=f"{given.folder}/groups.jsonl",
-        total_steps=given.groups,
+        data_path_to_save_groups=f"{arguments.folder}/groups.jsonl",
+        total_steps=arguments.groups,
     )
     server = APIServerConfig(
         model_name="fake",
-        base_url=given.base_url,
+        base_url=arguments.base_url,
         api_key="x",
         health_check=False,
         num_max_requests_at_once=64,
     )
     env = Rounds(config, [server], testing=False)
     env.process_mode = True
-    env.n_groups_to_process = given.groups
-    env.group_size_to_process = given.size
+    env.n_groups_to_process = arguments.groups
+    env.group_size_to_process = arguments.size
     began = time.monotonic()
     asyncio.run(env.process_manager())
-    with open(f"{given.folder}/groups.jsonl") as file:
+    with open(f"{arguments.folder}/groups.jsonl") as file:
         groups = [json.loads(line) for line in file]
     solved = sum(sum(group["scores"]) for group in groups)
     print(

@@ -67,7 +67,7 @@ class Shell:
             os.close(self._info)
 
 
-class Boxes:
+class Sandboxes:
     """Starts the bash of a trajectory; with `bwrap` in a sandbox of its own."""
 
     def __init__(self, kind: str, folder: Path) -> None:
@@ -84,14 +84,14 @@ class Boxes:
         if self.kind == "bash":
             return Shell(await _spawn(bash)), None
         self._made += 1
-        box = self.folder / str(self._made)
-        for path in (box, box / "ws", box / "ctl"):
+        folder = self.folder / str(self._made)
+        for path in (folder, folder / "ws", folder / "ctl"):
             path.mkdir()
         spec = recipe.Box(
             layers=recipe.Layers(self._etc),
-            control=box / "ctl",
+            control=folder / "ctl",
             limits=SandboxLimits(),
-            workspace=box / "ws",
+            workspace=folder / "ws",
         )
         seccomp = os.open(filter_path(), os.O_RDONLY)
         info, tell = os.pipe()
@@ -101,7 +101,7 @@ class Boxes:
         os.close(give)
         argv = [self._binary, "--args", str(options), "--", *bash]
         try:
-            return Shell(await _spawn(argv, (seccomp, tell, options)), info), box
+            return Shell(await _spawn(argv, (seccomp, tell, options)), info), folder
         finally:
             for fd in (seccomp, tell, options):
                 os.close(fd)
@@ -119,11 +119,11 @@ async def _spawn(argv: list[str], pass_fds: tuple[int, ...] = ()) -> asyncio.sub
 
 
 async def trajectory(
-    session: aiohttp.ClientSession, url: str, number: int, boxes: Boxes
+    session: aiohttp.ClientSession, url: str, number: int, sandboxes: Sandboxes
 ) -> list[dict[str, Any]]:
     """One agent: ask, run, append, until a text comes."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"Task {number}: echo."}]
-    shell, box = await boxes.start() if boxes.kind != "none" else (None, None)
+    shell, folder = await sandboxes.start() if sandboxes.kind != "none" else (None, None)
     try:
         while True:
             body = encode({"model": "echo", "messages": messages, "tools": [TOOL]})
@@ -140,8 +140,8 @@ async def trajectory(
     finally:
         if shell is not None:
             await shell.close()
-        if box is not None:
-            await asyncio.to_thread(shutil.rmtree, box, True)
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def run(base_url: str, number: int, concurrency: int, kind: str) -> None:
@@ -150,14 +150,14 @@ async def run(base_url: str, number: int, concurrency: int, kind: str) -> None:
     todo = iter(range(number))
     done = 0
     with tempfile.TemporaryDirectory(prefix="hermes-rl-bare-") as folder:
-        boxes = Boxes(kind, Path(folder))
+        sandboxes = Sandboxes(kind, Path(folder))
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
 
             async def agent() -> None:
                 nonlocal done
                 for n in todo:
-                    messages = await trajectory(session, url, n, boxes)
+                    messages = await trajectory(session, url, n, sandboxes)
                     assert len(messages) == 12
                     done += 1
 

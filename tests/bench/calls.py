@@ -51,7 +51,7 @@ async def conversation(client: ModelClient, number: int, *, stream: bool) -> Non
     messages = Conversation(
         [SystemMessage(content="You are an agent. " * 20), UserMessage(content=f"Task {number}.")]
     )
-    asked = ModelRequest(
+    request = ModelRequest(
         model="echo",
         conversation=messages,
         call_id=f"c-{number}",
@@ -60,7 +60,7 @@ async def conversation(client: ModelClient, number: int, *, stream: bool) -> Non
         sampling=Sampling(max_tokens=4_000),
     )
     for _ in range(CALLS):
-        answer = await client.complete(asked)
+        answer = await client.complete(request)
         messages.append(answer.message)
         for call in answer.message.tool_calls:
             messages.append(
@@ -114,13 +114,15 @@ async def measure(url: str, conversations: int) -> dict[str, float]:
     for mode, transport, stream in KINDS:
         client = connect(Endpoint(url, api_mode=mode, transport=transport))
 
-        async def ours(number: int, client: ModelClient = client, stream: bool = stream) -> None:
+        async def converse(
+            number: int, client: ModelClient = client, stream: bool = stream
+        ) -> None:
             await conversation(client, number, stream=stream)
 
         try:
-            await cost(ours, AT_ONCE)
+            await cost(converse, AT_ONCE)
             name = f"{mode} {transport}{' stream' if stream else ''}"
-            found[name] = await cost(ours, conversations)
+            found[name] = await cost(converse, conversations)
         finally:
             await client.aclose()
     return found

@@ -198,7 +198,7 @@ def measure(
 
     Args:
         sample_s: take its memory every so many seconds.
-        ok: exit codes that are none of a failure.
+        ok: exit codes that are not failures.
 
     Raises: RuntimeError when it fails or takes too long.
     """
@@ -235,8 +235,10 @@ def measure(
 
 
 def _settle(account: Account) -> None:
-    """Wait for what outlives the command for a moment: wardens, daemons of Ray. Whatever ended is
-    taken from the table of processes: tens of thousands of dead ones slow all rows that follow."""
+    """Wait for processes that briefly outlive the command, such as daemons of Ray, and reap them.
+
+    Tens of thousands of dead processes would slow the later rows.
+    """
     for _ in range(100):
         _reap()
         if account.path is None or not account.pids(0):

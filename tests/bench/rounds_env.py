@@ -1,4 +1,4 @@
-"""Conversations of three answers, judged by their last one: the work that is measured beside
+"""Conversations of three answers, graded by the last one: the work for the comparison with
 Atropos."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Rounds(Environment[RoundsConfig]):
             number += 1
 
     async def reply(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> str | None:
-        return "Go on." if len(trajectory.answers) < ROUNDS else None
+        return "Continue." if len(trajectory.answers) < ROUNDS else None
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> float:
-        said: Sequence[str] = trajectory.answers
-        return float(said[-1] == f"answer {ROUNDS - 1} of {task.metadata['number']}")
+        answers: Sequence[str] = trajectory.answers
+        return float(answers[-1] == f"answer {ROUNDS - 1} of {task.metadata['number']}")

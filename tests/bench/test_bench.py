@@ -22,7 +22,7 @@ ROWS = (
 
 
 @pytest.mark.slow
-def test_rows_are_measured() -> None:
+def test_bench_rows_are_measured() -> None:
     done = subprocess.run(
         [sys.executable, RUN, "--tiny", "--json", "--only", *ROWS],
         capture_output=True,
@@ -42,7 +42,7 @@ def test_rows_are_measured() -> None:
     assert all(v > rows["commands"]["data"]["python"][0] for v in data["whole_s"])
 
 
-def test_an_unknown_row_is_one_line() -> None:
+def test_an_unknown_bench_row_is_reported_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, RUN, "--only", "nothing"], capture_output=True, text=True, check=False
     )

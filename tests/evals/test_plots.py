@@ -1,4 +1,4 @@
-"""Plots: what they draw is their frame, and what cannot be drawn is said."""
+"""Plots draw their frames, and report what cannot be drawn."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from hermes_rl.errors import UserError
 
 @dataclass
 class Frames:
-    """The part of a run that plots read."""
+    """The tables of a run that plots read."""
 
     path: Path
     trajectories: pd.DataFrame
@@ -46,7 +46,7 @@ def run(tasks: int = 3, known: bool = True) -> Frames:
     return Frames(Path("runs/made-up"), pd.DataFrame(rows), pd.DataFrame(calls))
 
 
-def test_rewards_are_drawn_as_their_frame_says() -> None:
+def test_plot_rewards_draws_its_frame() -> None:
     made = run()
     frame = evals.rewards_frame(made)
     assert frame["task_id"].tolist() == ["t0", "t1", "t2"]
@@ -60,13 +60,13 @@ def test_rewards_are_drawn_as_their_frame_says() -> None:
     assert [text.get_text() for text in axes.texts[:3]] == ["0 of 4", "1 of 4", "2 of 4"]
 
 
-def test_large_runs_show_a_part_and_say_so() -> None:
+def test_plots_of_large_runs_note_that_they_are_partial() -> None:
     axes = evals.plot_rewards(run(tasks=5), limit=2).axes[0]
     assert len(axes.get_yticklabels()) == 2
     assert "5 tasks, 20 graded units; the 2 least solved are drawn" in axes.texts[-1].get_text()
 
 
-def test_tokens_per_task_and_per_turn() -> None:
+def test_plot_tokens_per_task_and_per_turn() -> None:
     left, right = evals.plot_tokens(run()).axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["t0", "t1", "t2"]
     widths = [bar.get_width() for bar in left.patches]
@@ -85,14 +85,14 @@ def test_unknown_usage_is_not_drawn_as_zero() -> None:
     )
 
 
-def test_nothing_graded_is_said() -> None:
+def test_an_ungraded_run_cannot_be_plotted() -> None:
     made = run()
     made.trajectories["reward"] = np.nan
     with pytest.raises(UserError, match="runs/made-up: no graded trajectory to plot"):
         evals.plot_rewards(made)
 
 
-def test_without_matplotlib_one_line_names_the_extra() -> None:
+def test_plots_without_matplotlib_name_the_extra() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from hermes_rl.errors import UserError\n"
@@ -103,12 +103,12 @@ def test_without_matplotlib_one_line_names_the_extra() -> None:
         "try: plot_difference(made)\n"
         "except UserError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "hermes-rl[notebooks]" in said.stdout, said.stderr
-    assert said.stdout.count("\n") == 1
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "hermes-rl[notebooks]" in done.stdout, done.stderr
+    assert done.stdout.count("\n") == 1
 
 
 def test_importing_evals_loads_no_matplotlib() -> None:
     code = "import sys, hermes_rl.evals; print('matplotlib' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert said.stdout == "False\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n"

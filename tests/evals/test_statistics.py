@@ -1,4 +1,4 @@
-"""Intervals that cover, pairs that are paired, infrastructure that is in no score."""
+"""Coverage of intervals, paired comparisons, and infrastructure failures outside of scores."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from hermes_rl.evals import bootstrap, compare, summary, wilson
 
 @dataclass
 class Frames:
-    """The part of a run that statistics read."""
+    """The tables of a run that statistics read."""
 
     path: Path
     trajectories: pd.DataFrame
@@ -29,8 +29,8 @@ def run(name: str, rewards: dict[str, list[float | None]], failed: int = 0) -> F
             "reward": reward,
             "turns": 2,
         }
-        for task, given in rewards.items()
-        for number, reward in enumerate(given)
+        for task, values in rewards.items()
+        for number, reward in enumerate(values)
     ]
     failure = {
         "task_id": "x",
@@ -48,7 +48,7 @@ def run(name: str, rewards: dict[str, list[float | None]], failed: int = 0) -> F
     )
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_has_its_nominal_coverage() -> None:
     random = np.random.default_rng(7)
     hits = 0
     for trial in range(300):
@@ -64,7 +64,7 @@ def test_the_interval_does_not_depend_on_the_order_of_the_values() -> None:
     assert bootstrap(values) == bootstrap(values[::-1]) == bootstrap(shuffled)
 
 
-def test_few_tasks_give_no_false_bounds() -> None:
+def test_few_tasks_give_no_bounds() -> None:
     assert np.isnan(bootstrap([]).mean)
     one = bootstrap([1.0])
     assert one.mean == 1.0
@@ -78,7 +78,7 @@ def test_the_task_is_the_sampling_unit() -> None:
     assert (result.tasks, result.units) == (2, 101)
 
 
-def test_what_is_said_of_too_little_holds_no_numbers_that_are_none() -> None:
+def test_summaries_of_few_tasks_contain_no_nan() -> None:
     nothing = summary(run("r", {"a": [None]}, failed=2))
     assert str(nothing) == "r: nothing was graded; 2 attempts left out"
     one = run("r", {"a": [1.0]})
@@ -94,7 +94,7 @@ def test_infrastructure_failures_are_left_out_and_counted() -> None:
     assert set(result.failures["cause"]) == {"rate_limit"}
 
 
-def test_what_was_never_graded_bounds_the_score() -> None:
+def test_ungraded_units_give_bounds_of_the_score() -> None:
     # Task a: one of two units solved, one lost; task x: its only unit failed three times.
     result = summary(run("r", {"a": [1.0, 0.0, None], "b": [1.0]}, failed=3))
     assert result.never_graded == 2
@@ -104,7 +104,7 @@ def test_what_was_never_graded_bounds_the_score() -> None:
     assert (whole.never_graded, whole.bounds) == (0, (0.5, 0.5))
 
 
-def test_the_interval_of_a_share_is_wilsons() -> None:
+def test_the_interval_of_a_share_is_the_wilson_interval() -> None:
     # Values of Newcombe, Statistics in Medicine 17 (1998), table I: 81/263, 15/148, 0/20, 1/29.
     for solved, tried, low, high in (
         (81, 263, 0.2553, 0.3662),
@@ -116,7 +116,7 @@ def test_the_interval_of_a_share_is_wilsons() -> None:
     assert np.isnan(wilson(0, 0).mean)
 
 
-def test_a_paired_difference_sees_what_unpaired_means_would_not() -> None:
+def test_paired_differences_detect_small_improvements() -> None:
     a = run("a", {f"t{i}": [float(i % 2)] for i in range(40)})
     b = run("b", {f"t{i}": [1.0 if i % 4 == 0 else float(i % 2)] for i in range(40)})
     result = compare(a, b)
@@ -134,7 +134,7 @@ def test_only_common_tasks_are_compared() -> None:
         compare(a, run("c", {"q": [1.0]}))
 
 
-def test_a_handful_of_tasks_names_no_winner() -> None:
+def test_few_differing_tasks_give_no_verdict() -> None:
     def runs(tasks: int) -> tuple[Frames, Frames]:
         names = [f"t{i}" for i in range(tasks)]
         return run("a", {n: [0.0] for n in names}), run("b", {n: [1.0] for n in names})

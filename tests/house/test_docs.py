@@ -22,7 +22,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     local = [link for link in links if "://" not in link and not link.startswith("mailto:")]
     assert [link for link in local if not (page.parent / link).exists()] == []
@@ -34,7 +34,7 @@ def test_every_page_of_the_docs_is_in_the_index() -> None:
     assert {page for page in pages if f"({page})" not in index} == set()
 
 
-def test_the_readme_tasks_are_good_rows() -> None:
+def test_the_tasks_in_the_readme_are_valid() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith('{"')]
     assert len(lines) == 3

@@ -59,7 +59,7 @@ print(json.dumps(failed))
 """
 
 
-def test_importing_any_module_does_nothing() -> None:
+def test_importing_any_module_has_no_side_effects() -> None:
     failed = json.loads(python(EACH, *modules()))
     assert failed == {}, "\n".join(f"{name}:\n{why}" for name, why in failed.items())
 
@@ -71,7 +71,7 @@ def test_the_data_folder_does_not_hide_hugging_face() -> None:
     python("import sys; sys.path.insert(0, ''); from datasets import load_dataset")
 
 
-def test_environments_stays_a_namespace() -> None:
+def test_environments_is_a_namespace_package() -> None:
     assert not (ROOT / "environments" / "__init__.py").exists()
 
 
@@ -88,7 +88,7 @@ def third_party_imports() -> dict[str, str]:
     return {name: place for name, place in found.items() if name not in ours}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *(d for k, v in extras.items() if k != "dev" for d in v)]

@@ -30,7 +30,7 @@ def functions(file: str) -> dict[str, list[str]]:
     }
 
 
-def test_every_line_is_a_promise_with_a_test() -> None:
+def test_every_line_has_a_promise_and_a_test() -> None:
     rows = [
         line
         for line in (TESTS / "PROMISES.md").read_text().splitlines()

@@ -195,7 +195,7 @@ def test_no_hosts_and_no_machine_paths() -> None:
     assert [place for name in tracked_files() for place in found_in(name)] == []
 
 
-def test_the_locks_name_no_index() -> None:
+def test_lock_files_name_no_package_index() -> None:
     for lock in sorted((ROOT / "locks").glob("*.txt")):
         lines = lock.read_text(encoding="utf-8").splitlines()
         assert lines

@@ -1,4 +1,4 @@
-"""A small base image, and a store of images that sandboxes of other users can reach."""
+"""A small base image, and an image store that sandboxes with other uids can read."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from hermes_rl.sandboxes import ImageStore
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Path]:
-    """A folder that sandboxes of other users can enter (pytest's own is closed to others)."""
+    """A folder that sandboxes with other uids can enter, unlike those of pytest."""
     path = Path("/tmp") / f"hermes-images-{os.getpid()}-{os.urandom(4).hex()}"
     path.mkdir()
-    path.chmod(0o711)  # whatever the umask took
+    path.chmod(0o711)  # whatever the umask is
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
 def base(shared: Path) -> Path:
-    """A root file system in a tar archive: a shell and some programs."""
+    """A tar archive of a root file system with a shell and some programs."""
     return archive(root_file_system(shared / "rootfs"), shared / "base.tar")
 
 
 @pytest.fixture
 def store(shared: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
-    """An empty store, which is also that of the command."""
+    """An empty store, which the command uses too."""
     root = shared / os.urandom(4).hex()
     monkeypatch.setenv("HERMES_RL_IMAGES", str(root))
     return ImageStore()

@@ -1,4 +1,4 @@
-"""Images and task folders for tests: made of this machine's own programs, without a network."""
+"""Images and task folders for tests, made from programs of this machine without a network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ timeout_sec = 30.0
 
 
 def root_file_system(folder: Path) -> Path:
-    """A folder with a shell and the programs that tests need, merged below /usr as in Debian."""
+    """Make a root file system with the programs that tests need, with a merged /usr."""
     for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "root", "tmp", "usr/local/bin", "var"):
         (folder / name).mkdir(parents=True)
     for name in ("bin", "lib", "lib64"):
@@ -57,7 +57,7 @@ def root_file_system(folder: Path) -> Path:
 
 
 def archive(folder: Path, target: Path) -> Path:
-    """A tar archive of a folder."""
+    """Make a tar archive of a folder."""
     with tarfile.open(target, "w") as tar:
         tar.add(folder, arcname=".", filter=_of_root)
     return target
@@ -69,7 +69,7 @@ def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def layer(files: Mapping[str, str | None]) -> bytes:
-    """A layer's archive: path -> text, `None` for a folder, `-> target` for a link."""
+    """Make the archive of a layer from path -> text, None for a folder, `-> target` for a link."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for path, text in files.items():
@@ -90,10 +90,10 @@ def sha256(data: bytes) -> str:
 
 
 def layout(folder: Path, layers: list[bytes], kind: str = "", **settings: Any) -> Path:
-    """An OCI layout of uncompressed layers.
+    """Make an OCI layout from uncompressed layers.
 
     Args:
-        kind: how they are stored: `gzip`, `zstd` or nothing.
+        kind: compression in the layout: `gzip`, `zstd` or none.
         settings: the image's `config`.
     """
     blobs = folder / "blobs" / "sha256"
@@ -127,7 +127,7 @@ def layout(folder: Path, layers: list[bytes], kind: str = "", **settings: Any) -
 
 
 def harbor_task(folder: Path, files: Mapping[str, str], *, toml: str = HARBOR) -> Path:
-    """A task folder in harbor's form. `files` adds to what each task has."""
+    """Make a harbor task folder. Args: files: in addition to those of every task."""
     contents = {
         "task.toml": toml,
         "instruction.md": "Write hello to hello.txt.\n",

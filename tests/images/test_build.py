@@ -1,4 +1,4 @@
-"""Images of task folders, built by the real buildah from Dockerfiles, and played."""
+"""Images of task folders are built from Dockerfiles by the real buildah, and run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_tasks_are_built_once_and_played(
     assert capsys.readouterr().out == "5 images, 5 of them are stored already\n"
     layers = {layer for one in store.named() for layer in one.image.layers}
     assert len(store.named()) == 5
-    assert len(layers) < 10, "all share the base"
+    assert len(layers) < 10, "they share the base image"
     for model, reward in (("oracle", 1.0), ("noop", 0.0)):
         out = tmp_path / model
         assert (
@@ -90,7 +90,7 @@ def test_tasks_are_built_once_and_played(
         }
 
 
-def test_a_build_that_fails_keeps_its_log_and_the_others(
+def test_a_failed_build_keeps_its_log_and_other_images_are_built(
     store: ImageStore, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harbor_task(tmp_path / "tasks/good", {"environment/Dockerfile": "FROM base\n"})
@@ -111,7 +111,7 @@ def test_a_build_that_fails_keeps_its_log_and_the_others(
     assert "the reason" in log.read_text()
     assert [Path(one.image.source).name for one in store.named()] == ["oci"]
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert "sleep 61.7" not in running, "a build that takes too long is ended"
+    assert "sleep 61.7" not in running, "a build that takes too long is killed"
 
 
 def test_an_alias_may_be_a_layout(store: ImageStore, base: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_an_alias_may_be_a_layout(store: ImageStore, base: Path, tmp_path: Path)
 
 
 def _layout_of(store: ImageStore, tmp_path: Path) -> Path:
-    """The image of the last build as a layout with all its layers."""
+    """Export the image of the last build as a layout with all layers."""
     target = tmp_path / "whole"
     tags = store._buildah(["images", "--quiet"], "x").split()
     store._buildah(["push", "--quiet", tags[0], f"oci:{target}:latest"], "x")

@@ -1,4 +1,4 @@
-"""Tasks of datasets as task folders: written, read again, built by the real buildah, and played."""
+"""Tasks of datasets are exported as task folders, built by the real buildah, and run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 TERMINAL = Path(__file__).parents[2] / "datasets" / "terminal_tasks.jsonl"
 SUBJECTS = ("csv", "logs", "text", "perm", "json", "find", "sed", "awk", "archive")
-"""Of the bundled tasks: those that need no compiler, no git, and no process of their setup."""
+"""Bundled tasks that need neither a compiler, nor git, nor a process of their setup."""
 METADATA = {
     "level": 3,
     "share": 0.5,
@@ -45,7 +45,9 @@ def export(rows: list[dict[str, Any]], folder: Path, *more: str) -> Path:
     return out
 
 
-def test_what_a_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_exported_task_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     limits = {"wall_seconds": 60, "cpus": 0.5, "memory_bytes": 256 << 20}
     good = {"id": "a b/c", "prompt": "Do it.", "verify": "true", **METADATA, "limits": limits}
     rows = [
@@ -92,7 +94,7 @@ def play(tasks: Path, base: Path, model: str, out: Path) -> dict[str, float]:
 def test_exported_tasks_are_built_and_played(
     store: ImageStore, machine: Path, tmp_path: Path
 ) -> None:
-    """Rewards are those of the dataset: by exit code, by report, with files, setup and cwd."""
+    """Rewards by exit code and by report, with files, setup and cwd, equal those of the dataset."""
     files = {"data.bin": {"base64": "AAEC/w=="}, "ü/x": "y"}
     verify = {"script": CHECK, "files": {"data.bin": {"base64": "AAEC/w=="}}}
     made = "[ -f $WORKSPACE/made ]"
@@ -116,10 +118,10 @@ def test_exported_tasks_are_built_and_played(
     assert play(tasks, machine, "noop", tmp_path / "noop") == idle
 
 
-def test_bundled_tasks_earn_the_same_as_task_folders(
+def test_exported_bundled_tasks_have_the_same_rewards(
     store: ImageStore, machine: Path, tmp_path: Path
 ) -> None:
-    """Oracles earn 1 and no-ops 0, in as many images, which share their base."""
+    """Oracles get 1 and no-ops 0. The images share their base."""
     rows = [json.loads(line) for line in TERMINAL.read_text().splitlines()]
     by_subject = {next((s for s in SUBJECTS if row["id"].startswith(s)), ""): row for row in rows}
     chosen = [by_subject[subject] for subject in SUBJECTS]

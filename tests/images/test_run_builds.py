@@ -1,4 +1,4 @@
-"""Runs over task folders that build the images they need, with the real buildah."""
+"""Runs of task folders build missing images with the real buildah."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ def left_over(command: str) -> bool:
     return command in listed
 
 
-async def until(true: Callable[[], bool]) -> None:
-    await asyncio.to_thread(wait_until, true)
+async def until(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, condition)
 
 
-def wait_until(true: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_run_builds_each_image_once_and_only_what_is_missing(
+def test_a_run_builds_each_missing_image_once(
     store: ImageStore, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = tmp_path / "tasks"
     for number in range(6):
         task(dataset / f"shared-{number}", "FROM base\nRUN echo $RANDOM >/n\nWORKDIR /app\n")
-    task(dataset / "own", "FROM base\nRUN echo own\nWORKDIR /app\n")
+    task(dataset / "other", "FROM base\nRUN echo other\nWORKDIR /app\n")
     more = ["--json", "--repeats", "2", *aliased(base)]
     code, first = run(dataset, tmp_path / "first", *more)
     assert code == 0
@@ -88,13 +88,13 @@ def test_a_run_builds_each_image_once_and_only_what_is_missing(
     assert (code, len(second.trajectories)) == (0, 16)
     again = {path.name: path.stat().st_mtime_ns for path in store.root.glob("names/*")}
     assert len(again) == 3
-    assert images.items() < again.items(), "what was built is not built again"
+    assert images.items() < again.items(), "existing images are not built again"
 
 
 async def test_units_with_their_image_do_not_wait_for_other_builds(
     store: ImageStore, base: Path, tmp_path: Path
 ) -> None:
-    """The first image is never done: its unit stays open, and the other's is finished."""
+    """The first build does not end: its unit stays open, and the other unit is finished."""
     dataset = tmp_path / "tasks"
     task(dataset / "a-slow", f"FROM base\nRUN {SLEEP}\n")
     task(dataset / "b-quick", "FROM base\nWORKDIR /app\n")
@@ -111,7 +111,7 @@ async def test_units_with_their_image_do_not_wait_for_other_builds(
     assert store.find(next(iter(rows["sandbox"]))["image"]) is not None
 
 
-async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
+async def test_a_killed_run_leaves_no_build_and_the_next_continues(
     store: ImageStore, base: Path, tmp_path: Path
 ) -> None:
     dataset, gate = tmp_path / "tasks", f"FROM base\nRUN {SLEEP}\nWORKDIR /app\n"
@@ -124,7 +124,7 @@ async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
     await process.wait()
     await until(lambda: not left_over(SLEEP))
     assert str(store.root) not in Path("/proc/mounts").read_text()
-    assert [*store.root.glob("scratch/*")], "what the next start removes"
+    assert [*store.root.glob("scratch/*")], "the next start removes these"
     (built,) = store.root.glob("names/*")
     before = built.stat().st_mtime_ns
     (slow / "environment/Dockerfile").write_text("FROM base\nRUN true\nWORKDIR /app\n")
@@ -138,7 +138,7 @@ async def test_a_killed_run_leaves_no_build_and_the_next_builds_what_is_missing(
     assert [*store.root.glob("scratch/*")] == []
 
 
-async def test_an_image_that_another_process_builds_is_waited_for(
+async def test_a_run_waits_for_an_image_that_another_process_builds(
     store: ImageStore, base: Path, tmp_path: Path
 ) -> None:
     for name in ("one", "two"):
@@ -178,7 +178,7 @@ def test_a_task_whose_image_cannot_be_built_fails_alone(
     assert main(["check", str(dataset), "--run"]) == 0
 
 
-def test_without_buildah_a_run_says_what_to_install_and_pays_nothing(
+def test_without_buildah_a_run_names_the_package_and_makes_no_call(
     store: ImageStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -198,7 +198,9 @@ def test_without_buildah_a_run_says_what_to_install_and_pays_nothing(
             where = ["--base-url", server.base_url, "--out", str(tmp_path / "out"), *HERE]
             command = ["run", str(tmp_path / "tasks"), "--model", "echo-0", *where]
             code = await asyncio.to_thread(main, command)
-            assert all(entry.model is None for entry in server.entries), "no completion was asked"
+            assert all(entry.model is None for entry in server.entries), (
+                "no completion was requested"
+            )
             return code
 
     assert asyncio.run(play()) == 2
@@ -211,7 +213,7 @@ SECRET = "https://user:fi5hy@index.example/it's"
 
 
 @pytest.mark.parametrize("way", ["command", "run"])
-def test_no_layer_and_no_configuration_keeps_variables_of_builds(
+def test_images_do_not_contain_build_variables(
     store: ImageStore,
     base: Path,
     tmp_path: Path,
@@ -220,7 +222,7 @@ def test_no_layer_and_no_configuration_keeps_variables_of_builds(
     way: str,
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", SECRET)
-    request.addfinalizer(partial(os.umask, os.umask(0o077)))  # as on machines with strict defaults
+    request.addfinalizer(partial(os.umask, os.umask(0o077)))  # a strict default of some machines
     dockerfile = (
         "# FROM nothing\nFROM base AS first\nRUN chmod 777 /tmp\nUSER 1000\n"
         "RUN : \\\n# FROM a comment\nFROM not a stage ; printf '%s' \"${#PIP_INDEX_URL}\" >/tmp/n\n"
@@ -245,7 +247,7 @@ def test_no_layer_and_no_configuration_keeps_variables_of_builds(
     found = subprocess.run(
         ["grep", "-rlE", "fi5hy", str(store.root)], capture_output=True, text=True
     ).stdout
-    assert found == "", "neither layers nor configurations nor logs hold the value"
+    assert found == "", "the value is in no layer, configuration or log"
     assert (folder.exists(), bad.exists()) == (True, True)
 
 
@@ -271,7 +273,7 @@ def test_dry_runs_count_the_images_to_build(
 
 
 async def launch(dataset: Path, out: Path, *more: str) -> asyncio.subprocess.Process:
-    """A run as a process of its own, whose events are read."""
+    """Start a run as a process with JSON events."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", MAIN, "run", str(dataset), "--model", "oracle"),
         *("--out", str(out), *HERE, "--json", *more),

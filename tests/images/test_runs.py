@@ -1,4 +1,4 @@
-"""Task folders played in their own images: by oracles, by no-ops, by cheats, and by hand."""
+"""Task folders run in their own images: oracles, no-ops and cheats."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(dataset: Path, out: Path, model: str) -> Any:
     return load_run(out)
 
 
-def test_rewards_are_read_in_every_form(published: ImageStore, tmp_path: Path) -> None:
+def test_rewards_are_read_from_every_file_format(published: ImageStore, tmp_path: Path) -> None:
     dataset = make_tasks(tmp_path / "tasks")
     solved = run(dataset, tmp_path / "solved", "oracle").trajectories
     assert dict(zip(solved["task_id"], solved["reward"], strict=True)) == REWARDS
@@ -111,7 +111,9 @@ def test_a_task_without_its_image_fails_alone(
     assert "hermes-rl images pull not-there" in failure.error
 
 
-async def test_a_sandbox_shows_its_image(published: ImageStore, backend: Bubblewrap) -> None:
+async def test_a_sandbox_has_the_files_and_settings_of_its_image(
+    published: ImageStore, backend: Bubblewrap
+) -> None:
     async with await backend.lease(SandboxSpec(lease="one", image="published")) as sandbox:
 
         async def output(command: str) -> str:
@@ -122,7 +124,7 @@ async def test_a_sandbox_shows_its_image(published: ImageStore, backend: Bubblew
         assert await output("echo more >>given.txt; echo x >/etc/x; rm /workspace/w.txt") == ""
         assert await output("cat given.txt; ls /workspace") == "givenmore\n"
         denied = await output("echo 1 >/proc/sys/kernel/core_pattern; echo $?")
-        assert denied.endswith("1\n"), "its user 0 is nobody's root"
+        assert denied.endswith("1\n"), "uid 0 of the sandbox has no privileges on the host"
         graded = await sandbox.grade(
             GradingSpec("pwd; cat /app/given.txt /etc/x; echo $WORKDIR $GREETING")
         )
@@ -131,13 +133,13 @@ async def test_a_sandbox_shows_its_image(published: ImageStore, backend: Bubblew
         result = await sandbox.run("cat given.txt; ls /etc/x /workspace", timeout_s=20)
         assert result.output.startswith("given")
         assert "w.txt" in result.output
-        assert "No such file" in result.output, "what one agent wrote no other sees"
+        assert "No such file" in result.output, "other agents do not see changes"
 
 
-async def test_each_sandbox_over_an_image_has_another_user(
+async def test_each_sandbox_over_an_image_has_its_own_uid(
     published: ImageStore, backend: Bubblewrap
 ) -> None:
-    """In each of them the files of the image belong to the user of the sandbox."""
+    """In each of them, the user of the sandbox owns the files of the image."""
     spec = SandboxSpec(lease="users", image="published")
     async with await backend.lease(spec) as one, await backend.lease(spec) as two:
         users = {os.stat(f"/proc/{sandbox.host_pid}").st_uid for sandbox in (one, two)}
@@ -182,7 +184,7 @@ TESTED = GradingSpec(
         "cp $d/libtinfo.so.6 $d/glibc-hwcaps/x86-64-v2; echo hello >/app/hello.txt",
     ],
 )
-async def test_no_change_of_the_image_earns_the_reward_or_escapes_the_grade(
+async def test_changes_of_the_image_cannot_forge_the_reward(
     published: ImageStore, backend: Bubblewrap, command: str
 ) -> None:
     async with await backend.lease(SandboxSpec(lease="cheat", image="published")) as sandbox:
@@ -191,8 +193,10 @@ async def test_no_change_of_the_image_earns_the_reward_or_escapes_the_grade(
     assert graded.exit_code > 128 or graded.report.strip() == b"reward=0", graded
 
 
-async def test_what_a_solution_may_do_is_graded(published: ImageStore, backend: Bubblewrap) -> None:
-    """New programs, changed files of the image, a removed program that nobody tests with."""
+async def test_solutions_that_change_the_image_are_graded(
+    published: ImageStore, backend: Bubblewrap
+) -> None:
+    """New programs, changed files, and a removed program that the verifier does not use."""
     command = (
         "printf 'x' >/usr/local/bin/new; rm /usr/bin/uniq; echo a >>/etc/passwd; "
         "touch /usr/lib/x86_64-linux-gnu/libc.a; "
@@ -203,15 +207,13 @@ async def test_what_a_solution_may_do_is_graded(published: ImageStore, backend: 
         assert (await sandbox.grade(TESTED)).report.strip() == b"reward=1"
 
 
-async def test_an_image_that_is_not_there_names_the_remedy(
-    store: ImageStore, backend: Bubblewrap
-) -> None:
+async def test_a_missing_image_names_the_remedy(store: ImageStore, backend: Bubblewrap) -> None:
     for name, remedy in (("task:0", "images build DATASET"), ("a/b:1", "images pull a/b:1")):
         with pytest.raises(TaskFault, match=remedy):
             await backend.lease(SandboxSpec(lease="x", image=name))
 
 
-def test_the_command_lists_imports_and_prunes(
+def test_the_command_imports_lists_and_prunes(
     store: ImageStore, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["images", "import", str(base), "--name", "mine"]) == 0
@@ -237,7 +239,7 @@ async def test_an_image_may_have_many_layers(
         await backend.lease(SandboxSpec(lease="too many", image="100"))
 
 
-async def test_sandboxes_over_images_leave_no_descriptor(
+async def test_sandboxes_over_images_leave_no_descriptor_open(
     published: ImageStore, backend: Bubblewrap
 ) -> None:
     async def descriptors() -> int:
@@ -250,7 +252,7 @@ async def test_sandboxes_over_images_leave_no_descriptor(
 
 
 @pytest.mark.parametrize("way", ["{host}", "../../../../../../../..{host}"])
-async def test_a_verifier_is_shown_no_folder_of_the_host(
+async def test_a_verifier_cannot_mount_folders_of_the_host(
     published: ImageStore, backend: Bubblewrap, shared: Path, way: str
 ) -> None:
     host = shared / os.urandom(4).hex()

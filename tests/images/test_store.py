@@ -1,4 +1,4 @@
-"""The store of images: what is read, what is refused, what is shared and what is removed."""
+"""The image store: formats, invalid images, shared layers and pruning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIGH = layer({"etc/b": "2", ".wh.gone": "", "dir/.wh..wh..opq": "", "dir/y": "2"
 
 
 def read(store: ImageStore, name: str) -> dict[str, list[str]]:
-    """Folder of each layer -> the paths in it."""
+    """Return the paths in each layer, by the name of its folder."""
     image = store.find(name)
     assert image is not None
     return {
@@ -30,7 +30,7 @@ def read(store: ImageStore, name: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", ["", "gzip", "zstd"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_layouts_and_their_archives_are_read(
+def test_oci_layouts_and_their_archives_are_read(
     store: ImageStore, tmp_path: Path, kind: str, packed: bool
 ) -> None:
     settings = {"Env": ["A=1", "B=x=y"], "WorkingDir": "/srv", "User": "app:app"}
@@ -38,7 +38,9 @@ def test_layouts_and_their_archives_are_read(
     if packed:
         source = archive(source, tmp_path / "oci.tar")
     image = store.add(source, "mine")
-    assert image.layers == (sha256(LOW), sha256(HIGH)), "named by what they hold, however packed"
+    assert image.layers == (sha256(LOW), sha256(HIGH)), (
+        "named by their content, with any compression"
+    )
     assert (image.env, image.workdir, image.user) == ({"A": "1", "B": "x=y"}, "/srv", "app")
     low, high = store.folders(image)
     assert (low / "gone").read_text() == "x"
@@ -71,7 +73,9 @@ def test_layers_are_stored_once(store: ImageStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["layer", "config", "manifest"])
-def test_damage_is_refused_and_leaves_nothing(store: ImageStore, tmp_path: Path, what: str) -> None:
+def test_damaged_images_are_refused_and_leave_no_files(
+    store: ImageStore, tmp_path: Path, what: str
+) -> None:
     source = layout(tmp_path / "oci", [LOW, HIGH])
     manifest = json.loads((source / "index.json").read_text())["manifests"][0]["digest"]
     form = json.loads((source / "blobs/sha256" / manifest[7:]).read_text())
@@ -112,7 +116,7 @@ def test_what_is_not_an_image_is_refused(store: ImageStore, tmp_path: Path, cont
         store.add(tmp_path / "absent", "x")
 
 
-def test_the_image_of_this_machine_is_chosen(store: ImageStore, tmp_path: Path) -> None:
+def test_the_image_for_this_architecture_is_chosen(store: ImageStore, tmp_path: Path) -> None:
     source = layout(tmp_path / "oci", [LOW])
     index = json.loads((source / "index.json").read_text())
     here = {**index["manifests"][0], "platform": {"os": "linux", "architecture": "amd64"}}
@@ -125,7 +129,7 @@ def test_the_image_of_this_machine_is_chosen(store: ImageStore, tmp_path: Path) 
         store.add(source, "x")
 
 
-def test_pruning_keeps_what_was_used_last(store: ImageStore, tmp_path: Path) -> None:
+def test_pruning_keeps_recently_used_images(store: ImageStore, tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         image = store.add(layout(tmp_path / name, [LOW, layer({name: name * 100})]), name)
         os.utime(store.root / "images" / f"{image.digest[7:]}.json", (number, number))

@@ -1,4 +1,4 @@
-"""Task folders as rows: what is read, what is refused, and what an image's name depends on."""
+"""Task folders as rows: formats, unsupported features, limits and names of images."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_terminal_bench_folder_is_a_row(tmp_path: Path) -> None:
         ({"environment/docker-compose.yaml": "a: ]"}, "", "the task folder cannot be read"),
     ],
 )
-def test_what_is_not_supported_fails_its_row_alone(
+def test_unsupported_features_fail_only_their_row(
     tmp_path: Path, files: dict[str, str], toml: str, message: str
 ) -> None:
     harbor_task(tmp_path / "bad", files, toml=toml)
@@ -101,7 +101,7 @@ def test_missing_files_are_named(tmp_path: Path, missing: str) -> None:
     assert f"{missing} is missing" in (only(folder).error or "")
 
 
-def test_defaults_of_variables_are_taken(tmp_path: Path) -> None:
+def test_defaults_of_variables_are_used(tmp_path: Path) -> None:
     toml = "[environment.env]\nMODE = '${MODE:-fast one}'\n[verifier.env]\nN = '1'\n"
     task = only(harbor_task(tmp_path / "task", {}, toml=toml)).task
     assert task is not None
@@ -110,7 +110,7 @@ def test_defaults_of_variables_are_taken(tmp_path: Path) -> None:
     assert "export MODE='fast one'\nexport N=1\n" in task.verify.script
 
 
-def test_the_name_of_an_image_follows_its_build_context_alone(tmp_path: Path) -> None:
+def test_the_name_of_an_image_depends_only_on_its_build_context(tmp_path: Path) -> None:
     first = harbor_task(tmp_path / "a", {"environment/src/x": "1"})
     second = harbor_task(tmp_path / "b", {"environment/src/x": "1", "instruction.md": "other"})
     assert len(build_contexts(tmp_path)) == 1, "equal contexts are built once"
@@ -157,7 +157,7 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
         ("memory_mb = 64\n", "{cpus: '${N:-3}', mem_limit: 1g}", (3, 64 << 20, None)),
     ],
 )
-def test_what_a_task_may_use_are_limits_of_its_row(
+def test_resources_of_task_folders_become_limits(
     tmp_path: Path, toml: str, compose: str, limits: tuple[float | None, ...]
 ) -> None:
     files = {"environment/docker-compose.yaml": f"services: {{main: {compose}}}"} if compose else {}
@@ -178,7 +178,7 @@ def test_what_a_task_may_use_are_limits_of_its_row(
         ("memory_mb = 1", "'limits.memory_bytes' must be 33,554,432 or more"),
     ],
 )
-def test_what_no_sandbox_can_have_fails_the_row(tmp_path: Path, toml: str, message: str) -> None:
+def test_invalid_resources_fail_the_row(tmp_path: Path, toml: str, message: str) -> None:
     row = only(harbor_task(tmp_path / "a", {}, toml=HARBOR + "[environment]\n" + toml))
     assert message in (row.error or "")
 
@@ -195,7 +195,7 @@ def test_what_no_sandbox_can_have_fails_the_row(tmp_path: Path, toml: str, messa
         ("", False),
     ],
 )
-def test_a_wish_for_the_network_is_seen(tmp_path: Path, table: str, asks: bool) -> None:
+def test_requests_for_the_network_are_detected(tmp_path: Path, table: str, asks: bool) -> None:
     harbor_task(tmp_path / "a", {}, toml="")
     harbor_task(tmp_path / "b", {}, toml=table)
     line = "1 of 2 tasks ask for the network (first: b)"
@@ -203,7 +203,7 @@ def test_a_wish_for_the_network_is_seen(tmp_path: Path, table: str, asks: bool) 
     assert network_wish(tmp_path, 1) is None
 
 
-def test_a_run_without_the_network_that_tasks_ask_for_says_so_once(
+def test_a_run_warns_once_that_tasks_request_the_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toml = '[environment]\ndocker_image = "/no/such/image"\nallow_internet = true\n'

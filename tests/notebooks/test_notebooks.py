@@ -1,4 +1,4 @@
-"""The notebooks as a user runs them: from a fresh clone, and on runs that are there already."""
+"""The notebooks run in a fresh clone and on existing runs."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 class ThisPython(AsyncKernelManager):
-    """The kernel of this interpreter, whatever kernels the machine has installed."""
+    """A kernel of this interpreter instead of an installed one."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
@@ -30,11 +30,12 @@ class ThisPython(AsyncKernelManager):
 
 
 async def execute(*plays: tuple[str, Path]) -> list[Any]:
-    """Run notebooks in `root/notebooks`, as a clone has it; with their outputs.
+    """Run notebooks in `root/notebooks` and return them with outputs.
 
-    All in one kernel, since a kernel and its imports cost seconds: each begins without the names of
-    the one before and in its own folder. The same one again is "Run all" in a kernel, as people do.
-    Raises: what a cell raised.
+    One kernel runs them all, to save its start and imports. Each notebook starts in its folder
+    without earlier names, unless it runs a second time ("Run all" in the same kernel).
+
+    Raises: what a cell raises.
     """
     made: list[Any] = []
     client = NotebookClient(nbformat.v4.new_notebook(), timeout=90, kernel_manager_class=ThisPython)
@@ -44,7 +45,7 @@ async def execute(*plays: tuple[str, Path]) -> list[Any]:
             folder.mkdir(exist_ok=True)
             copy = Path(shutil.copy(NOTEBOOKS / name, folder))
             client.nb = notebook = nbformat.read(copy, as_version=4)
-            if plays.index((name, root)) == len(made):  # its first time
+            if plays.index((name, root)) == len(made):  # the first run of this notebook
                 start = nbformat.v4.new_code_cell(f"%cd -q {folder}\n%reset -f")
                 notebook.cells.insert(0, start)
             for index, cell in enumerate(notebook.cells):
@@ -58,7 +59,7 @@ def printed(notebook: Any) -> str:
 
 
 def shown(notebook: Any) -> str:
-    """The text form of all values of cells."""
+    """Return the text of all values of cells."""
     values = [o for o in outputs(notebook) if o.output_type == "execute_result"]
     return "\n".join(o.data["text/plain"] for o in values)
 
@@ -78,11 +79,11 @@ TASKS: dict[str, list[Any]] = {
     **{f"never-{n}": [WRONG, "done"] for n in range(2)},
     "refused": [{"text": "", "fault": "content_filter"}],
 }
-"""Task -> what the model does. One turn solves 3 of 9; two turns 7; the tenth has no verdict."""
+"""Task -> steps of the model. One turn solves 3 of 9, two solve 7; the tenth has no verdict."""
 
 
 async def made_run(out: Path, base_url: str, max_turns: int) -> None:
-    """A run of these tasks, two repeats each, against a fake server."""
+    """Run these tasks, two repeats each, with a fake server."""
     dataset = out.parent / "tasks.jsonl"
     dataset.parent.mkdir(exist_ok=True)
     rows = [
@@ -94,7 +95,7 @@ async def made_run(out: Path, base_url: str, max_turns: int) -> None:
         for name, steps in TASKS.items()
     ]
     for number, row in enumerate(rows):
-        row["number"] = str(number)  # tasks of one content would be one task
+        row["number"] = str(number)  # equal rows would be the same task
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = RunConfig.model_validate(
         {
@@ -109,7 +110,7 @@ async def made_run(out: Path, base_url: str, max_turns: int) -> None:
     await arun_batch(config)
 
 
-async def test_a_fresh_clone_needs_nothing(tmp_path: Path) -> None:
+async def test_notebooks_run_in_a_fresh_clone(tmp_path: Path) -> None:
     clones = [tmp_path / "one", tmp_path / "two"]
     for clone in clones:
         clone.mkdir()
@@ -127,7 +128,7 @@ async def test_a_fresh_clone_needs_nothing(tmp_path: Path) -> None:
         assert "20/20 units done, 20 solved" in printed(again)
 
 
-async def test_runs_that_are_there_are_compared(tmp_path: Path) -> None:
+async def test_notebooks_use_existing_runs(tmp_path: Path) -> None:
     async with FakeServer() as server:
         await made_run(tmp_path / "runs/demo-rehearsal", server.base_url, max_turns=1)
         await made_run(tmp_path / "runs/demo", server.base_url, max_turns=5)
@@ -142,8 +143,8 @@ async def test_runs_that_are_there_are_compared(tmp_path: Path) -> None:
     assert "4 tasks differ, too few for a verdict" in text
     assert figures(compared) == 3
     bounds = shown(compared).splitlines()[-2:]
-    assert [float(word) for word in bounds[0].split()[1:]] == [18, 2, 0.3, 0.4]
-    assert [float(word) for word in bounds[1].split()[1:]] == [18, 2, 0.7, 0.8]
+    assert [float(text) for text in bounds[0].split()[1:]] == [18, 2, 0.3, 0.4]
+    assert [float(text) for text in bounds[1].split()[1:]] == [18, 2, 0.7, 0.8]
     assert not (tmp_path / "runs/notebook-noop").exists()
 
 
