@@ -136,7 +136,7 @@ async def test_a_sandbox_has_the_files_and_settings_of_its_image(
         assert "No such file" in result.output, "other agents do not see changes"
 
 
-async def test_each_sandbox_over_an_image_has_its_own_uid(
+async def test_sandboxes_over_an_image_have_different_uids(
     published: ImageStore, backend: Bubblewrap
 ) -> None:
     """In each of them, the user of the sandbox owns the files of the image."""
