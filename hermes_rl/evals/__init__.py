@@ -1,6 +1,5 @@
-"""Statistics over runs: the task is the sampling unit, infrastructure is in no score."""
+"""Scores, comparisons and plots of runs. Infrastructure failures are in no score."""
 
-from hermes_rl.evals.compare import Comparison, compare
 from hermes_rl.evals.plots import (
     plot_difference,
     plot_rewards,
@@ -8,8 +7,17 @@ from hermes_rl.evals.plots import (
     rewards_frame,
     tokens_frame,
 )
-from hermes_rl.evals.statistics import Interval, bootstrap, wilson
-from hermes_rl.evals.summary import SOLVED, Bounds, Summary, summary
+from hermes_rl.evals.statistics import (
+    SOLVED,
+    Bounds,
+    Comparison,
+    Interval,
+    Summary,
+    bootstrap,
+    compare,
+    summary,
+    wilson,
+)
 
 __all__ = [
     "SOLVED",

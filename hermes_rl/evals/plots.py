@@ -1,4 +1,4 @@
-"""Plots of a run. Each is one function that returns its figure and has its frame beside it."""
+"""Plots of runs. Each function returns a figure; `*_frame` functions return the plotted data."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hermes_rl.errors import UserError
-from hermes_rl.evals.statistics import Interval, bootstrap, wilson
-from hermes_rl.evals.summary import task_scores
+from hermes_rl.evals.statistics import Interval, bootstrap, task_scores, wilson
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hermes_rl.evals.compare import Comparison
+    from hermes_rl.evals.statistics import Comparison
     from hermes_rl.store import Run
 
 MAX_TASKS = 40
-"""Tasks that one picture shows."""
+"""Tasks that a plot shows by default."""
 
 _INK, _FAINT, _GRID = "#222222", "#8a8a8a", "#e6e6e6"
 _BLUE, _PALE, _ORANGE = "#2f6fb0", "#a9c8e6", "#d9822b"
@@ -29,7 +28,7 @@ _WIDTH_IN, _ROW_IN, _MARGIN_IN = 8.0, 0.26, 1.5
 
 
 def rewards_frame(run: Run) -> pd.DataFrame:
-    """Of each task the share of its graded units that were solved, with a 95 % Wilson interval.
+    """Return the solved share of each task with its 95 % Wilson interval.
 
     Columns: task_id, units, solved, low, high, reward (mean); the least solved first.
     """
@@ -45,7 +44,7 @@ def rewards_frame(run: Run) -> pd.DataFrame:
 
 
 def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Figure:
-    """The solved share of each task with its interval, and of the whole run over its tasks.
+    """Plot the solved share of each task and of the run, with intervals.
 
     Args:
         limit: tasks to draw, the least solved ones.
@@ -57,7 +56,7 @@ def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Figure:
         raise UserError(f"{run.path}: no graded trajectory to plot")
     whole = bootstrap(frame["solved"].tolist())
     units, shown = int(frame["units"].sum()), frame.head(limit)
-    figure, axes = _canvas(len(shown))
+    figure, (axes,) = _canvas(len(shown))
     _band(axes, whole)
     rows = range(len(shown))
     axes.hlines(rows, shown["low"], shown["high"], color=_PALE, linewidth=5, zorder=2)
@@ -81,9 +80,9 @@ def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Figure:
 
 
 def tokens_frame(run: Run) -> pd.DataFrame:
-    """Tokens of each model call: task_id, unit_id, turn, input, cached and output tokens.
+    """Return task_id, unit_id, turn, and the input, cached and output tokens of each model call.
 
-    Calls of finished units by the agent itself. Unknown usage stays unknown (NaN), never zero.
+    Only calls of the agent in finished units. Unknown usage is NaN, never zero.
     """
     calls = run.calls
     chosen = calls[(calls["status"] == "ok") & (calls["purpose"] == "agent")]
@@ -92,7 +91,7 @@ def tokens_frame(run: Run) -> pd.DataFrame:
 
 
 def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Figure:
-    """Tokens per unit of each task, and per call as a conversation grows.
+    """Plot the tokens per unit of each task, and per call by turn.
 
     Args:
         limit: tasks to draw, those with most tokens.
@@ -105,7 +104,7 @@ def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Figure:
         raise UserError(f"{run.path}: no call of known usage to plot")
     per_task = _tokens_per_task(known)
     shown = per_task.tail(limit)
-    figure, (left, right) = _two_canvases(len(shown))
+    figure, (left, right) = _canvas(len(shown), plots=2)
     _stacked(left, shown)
     _title(
         left,
@@ -120,9 +119,9 @@ def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Figure:
 
 
 def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Figure:
-    """How much more b solved than a of each task, and the mean with its interval.
+    """Plot the difference of the solved share of each task, and the mean with its interval.
 
-    Its frame is `comparison.per_task`.
+    The data is `comparison.per_task`.
 
     Args:
         limit: tasks to draw, those that differ most.
@@ -132,7 +131,7 @@ def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Figure
     frame = comparison.per_task
     largest = frame["difference"].abs().sort_values(ascending=False, kind="stable").index[:limit]
     shown = frame.loc[largest].sort_values(["difference", "task_id"])
-    figure, axes = _canvas(len(shown))
+    figure, (axes,) = _canvas(len(shown))
     _band(axes, comparison.difference)
     colours = [_BLUE if value > 0 else _ORANGE for value in shown["difference"]]
     axes.barh(range(len(shown)), shown["difference"], color=colours, height=0.6, zorder=2)
@@ -154,7 +153,7 @@ def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Figure
 
 
 def _tokens_per_task(calls: pd.DataFrame) -> pd.DataFrame:
-    """Mean tokens per unit by task, smallest first: fresh and cached input, output."""
+    """Return mean tokens per unit by task, smallest first: fresh and cached input, output."""
     tokens = calls[["task_id", "unit_id"]].assign(
         cached=calls["cache_read_tokens"].fillna(0).astype(float),
         output=calls["output_tokens"].astype(float),
@@ -178,7 +177,7 @@ def _stacked(axes: Axes, shown: pd.DataFrame) -> None:
     if start.max() == 0:
         axes.set_xlim(0, 1)
         axes.text(
-            0.5, 0.5, "no tokens: played models use none", transform=axes.transAxes, ha="center",
+            0.5, 0.5, "no tokens: oracle and noop use none", transform=axes.transAxes, ha="center",
             color=_FAINT,
         )  # fmt: skip
     axes.legend(loc="lower right", frameon=False, fontsize=8)
@@ -212,32 +211,23 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _canvas(rows: int) -> tuple[Figure, Axes]:
-    """A figure that a notebook shows once, as the value of its cell."""
+def _canvas(rows: int, plots: int = 1) -> tuple[Figure, list[Axes]]:
+    """Make a figure that a notebook shows once, as the value of its cell."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(
-        figsize=(_WIDTH_IN, _MARGIN_IN + _ROW_IN * rows), layout="constrained"
+    height = _MARGIN_IN + _ROW_IN * rows
+    size = (_WIDTH_IN, height) if plots == 1 else (1.35 * _WIDTH_IN, max(3.4, height))
+    figure, grid = pyplot.subplots(
+        1, plots, figsize=size, layout="constrained", width_ratios=(3, 2)[:plots], squeeze=False
     )
     pyplot.close(figure)
-    _dress(axes)
-    axes.xaxis.grid(True, color=_GRID)
+    axes = list(grid[0])
+    for each in axes:
+        _style(each)
+    axes[0].xaxis.grid(True, color=_GRID)
     return figure, axes
 
 
-def _two_canvases(rows: int) -> tuple[Figure, tuple[Axes, Axes]]:
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(
-        1, 2, figsize=(1.35 * _WIDTH_IN, max(3.4, _MARGIN_IN + _ROW_IN * rows)),
-        layout="constrained", width_ratios=(3, 2),
-    )  # fmt: skip
-    pyplot.close(figure)
-    for each in axes:
-        _dress(each)
-    axes[0].xaxis.grid(True, color=_GRID)
-    return figure, (axes[0], axes[1])
-
-
-def _dress(axes: Axes) -> None:
+def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -255,7 +245,7 @@ def _count_axis(axis: Any) -> None:
 
 
 def _band(axes: Axes, whole: Interval) -> None:
-    """The mean over tasks, and its interval, behind the rows."""
+    """Draw the mean over tasks and its interval behind the rows."""
     axes.axvspan(whole.low, whole.high, color="#f1f1f1", zorder=0, lw=0)
     axes.axvline(whole.mean, color=_FAINT, linewidth=1, linestyle="--", zorder=1)
 

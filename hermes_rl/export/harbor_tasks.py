@@ -1,4 +1,4 @@
-"""Tasks of a dataset as task folders, which harbor and `hermes-rl run` read.
+"""Export the tasks of a dataset as task folders, which harbor and `hermes-rl run` read.
 
     OUT/NAME/task.toml            limits, and the row's other columns as metadata
     OUT/NAME/instruction.md       the prompt
@@ -27,7 +27,7 @@ from hermes_rl.tasks import Task, Verify
 NAME = "harbor-tasks"
 ABOUT = "task folders (harbor) of a dataset's tasks; takes a dataset in place of a run"
 IMAGE = "ubuntu:24.04"
-"""Of tasks that name none."""
+"""Base image of tasks that name none."""
 _AGENT_S = 900.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -36,7 +36,7 @@ _ESCAPED = re.compile(r"[\x7f-\x9f]")
 
 @dataclass
 class TaskExport:
-    """What an export of tasks did."""
+    """The result of an export of tasks."""
 
     out: Path
     written: int = 0
@@ -81,7 +81,7 @@ def export_tasks(dataset: str, out: Path, image: str = IMAGE) -> TaskExport:
 
 
 def _files(task: Task, image: str) -> dict[str, bytes]:
-    """The files of a task folder. Raises: TaskFault for what the format cannot hold."""
+    """Return the files of a task folder. Raises: TaskFault for unsupported tasks."""
     (message, *more) = task.prompt
     if more or not isinstance(message, UserMessage) or not isinstance(message.content, str):
         raise TaskFault("the prompt is more than one text")
@@ -190,7 +190,7 @@ def _settings(task: Task) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value in TOML; what TOML cannot hold as a text of JSON."""
+    """Encode a value as TOML; values that TOML lacks become JSON text."""
     if isinstance(value, bool | int | float):
         return json.dumps(value) if not isinstance(value, float) else repr(value)
     if isinstance(value, str):
@@ -201,6 +201,6 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """A text in TOML: JSON's, with the few more characters that TOML wants escaped."""
+    """Encode text as TOML: JSON, with the control characters that TOML also escapes."""
     encoded = json.dumps(value.encode("utf-8", "replace").decode(), ensure_ascii=False)
     return _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded)

@@ -52,7 +52,7 @@ _SEGMENTS: dict[str, Column] = {
 
 
 def segment_columns(*names: str, more: Mapping[str, Column] | None = None) -> dict[str, Column]:
-    """Columns by name, in this order. Args: more: columns of one format alone."""
+    """Select columns by name, in this order. Args: more: columns of only one format."""
     known = {**_SEGMENTS, **(more or {})}
     return {name: known[name] for name in names}
 
@@ -65,7 +65,7 @@ def segment_rows(source: Source, columns: Mapping[str, Column]) -> Iterator[tupl
 
 
 def types_of(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The types of the columns."""
+    """Return the types of columns."""
     return {name: kind for name, (kind, _) in columns.items()}
 
 
@@ -159,4 +159,4 @@ TRL_GRPO = _tokens(
     rl=True,
     holds=frozenset({"rewards"}),
 )
-"""`prompt` holds the messages of the task, by which a rollout_func finds its rows."""
+"""A rollout_func finds its rows by `prompt`, the messages of the task."""

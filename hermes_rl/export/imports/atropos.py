@@ -1,4 +1,4 @@
-"""Atropos' JSONL: a group of scored token sequences per line, as its `process` mode writes it.
+"""The JSONL of Atropos' `process`: a group of scored token sequences per line.
 
 A sequence becomes a rollout with one segment. The file does not say whether its ids are those that
 were sampled: without `exact` the segment counts as retokenized.
@@ -20,7 +20,7 @@ from hermes_rl.messages import conversation_from_openai
 
 
 class _Group(msgspec.Struct):
-    """What is read of a line."""
+    """The fields of a line that are read."""
 
     tokens: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]]
     masks: list[list[int]]
@@ -89,7 +89,7 @@ def _checked(row: Mapping[str, Any]) -> _Group:
 def _tokens(
     ids: list[int], sampled: list[bool], logprobs: list[float | None], exact: bool
 ) -> dict[str, Any]:
-    """The columns of a sequence, which is a single branch; a run of sampled tokens is a turn."""
+    """Return the columns of a sequence: one branch, with a turn per run of sampled tokens."""
     turns: list[int] = []
     starts: list[int] = []
     for policy, run in groupby(sampled):
@@ -128,7 +128,7 @@ def _tokens(
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that are numbers."""
+    """Return the sampling parameters that are numbers."""
     known = {name: params.get(name) for name in ("temperature", "top_p", "top_k", "min_p")}
     numbers = {
         name: value
@@ -141,7 +141,7 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(values: list[float] | None, sampled: list[bool]) -> list[float | None]:
-    """Those of sampled tokens; other positions hold 1.0."""
+    """Return the logprobs of sampled tokens; the file has 1.0 at other positions."""
     if values is None or len(values) != len(sampled):
         return [None] * len(sampled)
     pairs = zip(values, sampled, strict=True)
