@@ -54,7 +54,7 @@ def export_run(
         raise UserError(f"{path} is a folder. Name a file: --out {path / (to + form.suffix)}")
     _refuse_run_files(Path(run), path)
     SECRETS.learn_environment()
-    losses = Losses(form.holds)
+    losses = Losses(form.supports)
     source = Source(load_run(run), form, options or ExportOptions(), losses)
     if source.options.allow_retokenized and (why := _why_useless(source, form, str(run))):
         raise UserError(f"--allow-retokenized changes nothing: {why}")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LEFT_OUT: dict[str, str] = _TEXTS["left_out"]
-"""Why something is not in the file at all: key -> text of the report."""
+"""Reasons why something is not in the file: key -> text of the report."""
 LOST: dict[str, str] = _TEXTS["lost"]
-"""What is written without something: key -> text of the report."""
+"""Content that a format cannot represent: key -> text of the report."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trained: int
     """Assistant messages, or sampled tokens, that a trainer would train on."""
     unit: str
-    """What `trained` counts: messages or tokens."""
+    """Unit of `trained`: messages or tokens."""
     left_out: dict[str, int]
     """Keys of `LEFT_OUT`, with counts above 0."""
     lost: dict[str, int]
@@ -48,11 +48,11 @@ class Losses:
     """The counters of one export.
 
     Args:
-        holds: keys of `LOST` that the format does hold.
+        supports: keys of `LOST` that the format can represent.
     """
 
-    def __init__(self, holds: frozenset[str] = frozenset()) -> None:
-        self._holds = holds
+    def __init__(self, supports: frozenset[str] = frozenset()) -> None:
+        self._supports = supports
         self.left_out: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()
         self.rollouts = 0
@@ -68,7 +68,7 @@ class Losses:
     def lose(self, what: str, count: int = 1) -> None:
         """Count what is written without something. Args: what: key of `LOST`."""
         assert what in LOST
-        if count and what not in self._holds:
+        if count and what not in self._supports:
             self.lost[what] += count
 
     def report(self, *, run: str, format: str, out: str, unit: str) -> Report:

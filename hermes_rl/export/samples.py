@@ -1,8 +1,8 @@
 """Samples for supervised training: one per context, each assistant message trained once.
 
-A row of `trajectories` holds a conversation in chronological order; its column `contexts` tells
-what the model saw after each compaction: first the messages that were kept, in the order of the
-list, then the new ones. An assistant message is trained in the context in which it was written. It
+A row of `trajectories` has a conversation in chronological order. Its column `contexts` has the
+messages that the model saw after each compaction: first the kept ones, in the order of the list,
+then the new ones. An assistant message is trained in the context in which it was written. It
 is not trained in later contexts, nor if the harness wrote it, the task's prompt quotes it, or a
 format cannot hold it: a tool call whose arguments are not valid JSON.
 """

@@ -59,7 +59,7 @@ class ExportOptions:
     dedupe: bool = False
     """Keep only the first of samples with equal messages (or token ids)."""
     limit: int | None = None
-    """At most this many rollouts."""
+    """Maximum number of rollouts."""
     allow_retokenized: bool = False
     """RL formats take segments whose tokens were made from text again."""
     allow_secrets: bool = False
@@ -79,12 +79,12 @@ class Format:
     """One line: which program reads it, with which settings."""
     suffix: Literal[".jsonl", ".parquet"]
     unit: Literal["messages", "tokens"]
-    """What a trainer trains on, and what the report counts."""
+    """Unit that a trainer trains on and the report counts."""
     rows: Callable[[Source], Iterator[Row]]
     """Makes all rows of the file, one at a time."""
     columns: Columns | Callable[[Source], Columns] | None = None
     """The columns, for Parquet."""
-    holds: frozenset[str] = frozenset()
+    supports: frozenset[str] = frozenset()
     """Keys of `losses.LOST` that this format does not lose."""
     rl: bool = False
     """Takes only exact tokens with log-probabilities of the sampling policy, graded, in groups."""
@@ -224,7 +224,7 @@ class Source:
 
     def samples(self) -> Iterator[Sample]:
         """Yield one sample per context, without duplicates and samples with nothing to train on."""
-        raw = "unparsed_arguments" in self._format.holds
+        raw = "unparsed_arguments" in self._format.supports
         for row in self.rollouts():
             count_rewards(self.losses, row)
             for sample in samples_of(row, raw_arguments=raw):

@@ -23,7 +23,7 @@ class TokenItem:
     """One row of `segments` with its rollout and score."""
 
     row: Mapping[str, Any]
-    """Its row of `trajectories`, decoded."""
+    """Row of its rollout in `trajectories`, decoded."""
     segment: Mapping[str, Any]
     reward: float | None
     advantage: float | None
@@ -106,7 +106,7 @@ def broken(segment: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one call sampled: positions [start, end) of a segment, after those of its prompt."""
+    """The answer of a call: positions [start, end) of a segment, after those of its prompt."""
 
     segment: Mapping[str, Any]
     start: int

@@ -1,4 +1,4 @@
-"""What the methods of an environment may use for one rollout."""
+"""The context of one rollout for the methods of an environment."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ScriptResult:
     exit_code: int
     """124 after a timeout."""
     output: str
-    """What it printed; the middle of long output is cut. The agent's code may print anything, so do
-    not read a reward from it."""
+    """Output of the script; the middle of long output is cut. Do not read a reward from it: code of
+    the agent may print anything."""
     timed_out: bool
     report: str
-    """What it wrote to descriptor 3: at most 4 KB."""
+    """Text that it wrote to descriptor 3, at most 4 KB."""
     seconds: float
 
     @property
@@ -158,14 +158,14 @@ class RolloutContext:
     """
 
     seed: int
-    """Of this rollout: a function of the run's seed, the task and the index in the group."""
+    """Seed of this rollout: a function of the run's seed, the task and the index in the group."""
     split: str
     position: int
     """0-based index of the task in its stream."""
     member: int = 0
     """0-based index in the group."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Of this rollout alone; tools find it as `ToolContext.env`. Keep it plain (JSON), so that a
+    """State of this rollout; tools access it as `ToolContext.env`. Keep it plain (JSON), so that a
     stored rollout can be graded again."""
     _sandbox: Sandbox | None = field(default=None, repr=False)
     _grading: Grading | None = field(default=None, repr=False)

@@ -19,7 +19,7 @@ from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
 from hermes_rl.rl.faults import NoVerdict
 
 MAX_DEFAULT_WORKERS = 4
-"""Workers of a pool by default, where the machine has as many cores."""
+"""Most workers of a pool by default; fewer if the machine has fewer cores."""
 
 _FRAME_BYTES = 1 << 30
 _DYING_S = 5.0

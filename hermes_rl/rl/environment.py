@@ -62,7 +62,7 @@ C = TypeVar("C", bound=EnvConfig)
 
 
 class Environment(ABC, Generic[C]):
-    """Base class. Subclasses define `name`, `tasks`, `compute_reward` and whatever else they need.
+    """Base class. Subclasses define `name`, `tasks`, `compute_reward` and what else they need.
 
     One object per process serves all its rollouts at once: what belongs to one rollout goes into
     `ctx.state`, what `setup` makes is shared and only read.

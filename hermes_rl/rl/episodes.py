@@ -126,7 +126,7 @@ class EnvEpisode(Episode):
             env_tools = tools_of(self._env, self._task)
         except UserError as error:
             raise TaskFault(str(error)) from error
-        # Without a sandbox the environment's own tools cannot need one, whatever their default is.
+        # If there is no sandbox, tools of the environment cannot need one, whatever their default.
         return {
             name: replace(
                 t, handler=_guarded(self._env, t), needs_sandbox=t.needs_sandbox and self.sandboxed

@@ -59,19 +59,19 @@ class Gathered:
     facts: dict[str, Any]
     """The columns that its members share."""
     members: tuple[Member, ...]
-    """By index."""
+    """Ordered by index."""
     row_index: int = 0
     """Position of its task in the dataset or stream."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Where a group's rewards come from."""
+    """The source of a group's rewards."""
 
     by: str = "compute_reward"
     grade_id: str | None = None
     rewards: Sequence[Rewards | float | None] | None = None
-    """In the order of the members, in place of their own; those of `score_group` have components.
+    """Replacements of the members' rewards, in their order; those of `score_group` have components.
     One without a trajectory has none."""
     calls: list[Call] = field(default_factory=list)
     usage: UsageTotal = _NOTHING
@@ -81,7 +81,7 @@ class Scoring:
     error: str | None = None
     """Why there are no rewards now: no member is valid, and the group is due again."""
     stop: HermesError | None = None
-    """What keeps every other group from being scored."""
+    """An error that prevents scoring of all other groups."""
 
 
 def make_group(gathered: Gathered, scoring: Scoring | None = None) -> Group:
@@ -274,7 +274,7 @@ class RolloutStats:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What a trainer gets of a run's groups, and what it does not.
+    """The rollouts of a run that a trainer gets, and those that it does not get.
 
     Dropping rollouts changes the data: if long ones fail more often, the kept ones are shorter than
     the policy's. So both sides are described with the same statistics.
@@ -282,7 +282,7 @@ class GroupReport:
 
     groups: int
     sendable: int
-    """With at least two valid members."""
+    """Groups with at least two valid members."""
     equal_scores: int
     n_valid: dict[int, int]
     """Valid members -> groups."""

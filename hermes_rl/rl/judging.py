@@ -127,9 +127,9 @@ class Verdict:
     """The judge's last text."""
     model: str
     prompt_sha256: str
-    """Of the question as it was sent: system prompt, question and data."""
+    """Hash of the sent system prompt, question and data."""
     usage: Usage | None
-    """Of the last call."""
+    """Usage of the last call."""
     calls: int = 1
     """More than 1 if a reply was malformed or had no commitment."""
 

@@ -1,4 +1,4 @@
-"""From the section `env` of a configuration to an environment, its settings and its task stream.
+"""Load the environment of the section `env`, its settings and its task stream.
 
 A name leads to a class: an entry point, a module, a folder or a file (`load_environment`). The
 class and the configuration make the environment (`open_environment`), which fills in what the run
@@ -38,7 +38,7 @@ from hermes_rl.tasks import LazyRow, Task, TaskRow
 from hermes_rl.tools import Tool
 
 GROUP = "hermes_rl.environments"
-"""Of entry points: NAME = "package.module:Class"."""
+"""Group of entry points NAME = "package.module:Class"."""
 BUNDLED = "environments"
 """The namespace package of the bundled environments, which others may extend."""
 
@@ -263,7 +263,7 @@ class Opened:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides its tasks and rewards. Blocking.
+        """Everything that decides its tasks and rewards. Blocking.
 
         Code and data by content, configuration, stream, and the models that it calls.
         """

@@ -93,7 +93,9 @@ def _as_rewards(value: object) -> Rewards:
 
 def _check_part(one: object, turns: int) -> None:
     if not isinstance(one, RewardPart):
-        raise VerifierFault(f"Rewards holds {_shown(one)}; make its parts with part(name, score)")
+        raise VerifierFault(
+            f"Rewards contains {_shown(one)}; make its parts with part(name, score)"
+        )
     if not isinstance(one.name, str) or not isinstance(one.detail, str | None):
         raise VerifierFault(f"the part {_shown(one.name)}: its name and its detail must be texts")
     for what, number in (("score", one.score), ("weight", one.weight)):

@@ -159,7 +159,7 @@ class GradeResult:
 
     grade: Grade
     stop: HermesError | None = None
-    """What keeps every other rollout from being graded too: a refused key, an outage, an exhausted
+    """An error that prevents all other grades too: a refused key, an outage, an exhausted
     budget. The grade then has no reward, and shows what was paid for it."""
 
 
@@ -170,7 +170,7 @@ class ReadyGroup:
     gathered: Gathered
     task: Task | None
     rows: tuple[dict[str, Any], ...]
-    """Of its members with a reward, in their order."""
+    """Rows of its members with a reward, in their order."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Grader:
             if host is None
             else functools.partial(env_rows, host.opened)
         )
-        """Of the run's dataset, or its environment's stream."""
+        """Tasks of the run's dataset, or of its environment's stream."""
         self._rows = _PublishedRows(run_dir)
 
     @property

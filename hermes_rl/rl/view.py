@@ -15,7 +15,7 @@ from hermes_rl.messages import UNPARSED, to_openai
 _COLUMNS = ("task_id", "member", "final_response", "end_reason", "turns")
 
 _Mark = tuple[int, bool, bool | None]
-"""Of a message: its turn, whether the harness wrote it, whether the tool succeeded."""
+"""Facts about a message: its turn, whether the harness wrote it, whether the tool succeeded."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ToolUse:
     arguments: dict[str, Any]
     """`{"_unparsed": text}` if the model's text is not a JSON object."""
     result: str | None
-    """What the model saw; None when the rollout ended earlier."""
+    """Text that the model saw; None if the rollout ended earlier."""
     ok: bool
     """Whether the tool ran and succeeded."""
 

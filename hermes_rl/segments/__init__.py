@@ -39,7 +39,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _CHARS = 500
-"""Of an error in a row."""
+"""Most characters of an error in a row."""
 
 
 def with_segments(

@@ -275,7 +275,7 @@ def test_a_line_of_invalid_utf_8_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_a_file_without_rollouts_is_refused(tmp_path: Path, origin: Any, text: str) -> None:
     (tmp_path / "x.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="holds no rollout"):
+    with pytest.raises(UserError, match="contains no rollout"):
         import_file(tmp_path / "x.jsonl", origin, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 

@@ -178,6 +178,6 @@ DOCUMENTS = Format(
     suffix=".jsonl",
     unit="messages",
     rows=_rows,
-    holds=frozenset({"reasoning", "rewards", "reward_parts"}),
+    supports=frozenset({"reasoning", "rewards", "reward_parts"}),
     needs=("usage", "cost_usd", "started_at", "finished_at"),
 )

@@ -56,5 +56,5 @@ GROUPS = Format(
     unit="tokens",
     rows=_rows,
     rl=True,
-    holds=frozenset({"rewards", "images"}),
+    supports=frozenset({"rewards", "images"}),
 )

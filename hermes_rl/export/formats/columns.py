@@ -124,7 +124,7 @@ AXOLOTL = Format(
     unit="messages",
     rows=_marked,
     columns={"messages": JSON_LIST, **_OF_SAMPLE},
-    holds=frozenset({"reasoning", "rewards"}),
+    supports=frozenset({"reasoning", "rewards"}),
 )
 
 AXOLOTL_TOKENS = _tokens(
@@ -140,7 +140,7 @@ TRL = Format(
     unit="messages",
     rows=_pieces,
     columns={"prompt": JSON_LIST, "completion": JSON_LIST, **_OF_SAMPLE},
-    holds=frozenset({"reasoning", "rewards"}),
+    supports=frozenset({"reasoning", "rewards"}),
 )
 
 TRL_TOKENS = _tokens(
@@ -148,7 +148,7 @@ TRL_TOKENS = _tokens(
     "TRL SFTTrainer, exact tokens: input_ids, and labels that are -100 where nothing is learnt (set"
     " max_length, or it cuts)",
     *("input_ids", "labels", "reward", "trajectory_id", "branch_index"),
-    holds=frozenset({"rewards"}),
+    supports=frozenset({"rewards"}),
 )
 
 TRL_GRPO = _tokens(
@@ -157,6 +157,6 @@ TRL_GRPO = _tokens(
     *("prompt", "prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "advantage"),
     *("group_id", "trajectory_id", "branch_index"),
     rl=True,
-    holds=frozenset({"rewards"}),
+    supports=frozenset({"rewards"}),
 )
 """A rollout_func finds its rows by `prompt`, the messages of the task."""

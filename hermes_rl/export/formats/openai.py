@@ -46,5 +46,5 @@ FINE_TUNING = Format(
     suffix=".jsonl",
     unit="messages",
     rows=_rows,
-    holds=frozenset({"unparsed_arguments", "images"}),
+    supports=frozenset({"unparsed_arguments", "images"}),
 )

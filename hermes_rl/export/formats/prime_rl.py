@@ -1,6 +1,6 @@
 """prime-rl: verifiers episodes (`traces.jsonl`), one rollout per line.
 
-A trace is a graph of messages; a node holds the tokens that its message adds, and the path from a
+A trace is a graph of messages; a node has the tokens that its message adds, and the path from a
 root to a leaf is one training sequence. Each segment becomes a path of its own. Which of the tokens
 between two sampled runs belongs to which message is not known: they are in the first possible node.
 """
@@ -175,6 +175,6 @@ EPISODES = Format(
     unit="tokens",
     rows=_rows,
     rl=True,
-    holds=frozenset({"rewards"}),
+    supports=frozenset({"rewards"}),
     needs=("task_hash", "started_at"),
 )

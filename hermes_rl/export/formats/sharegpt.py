@@ -157,6 +157,6 @@ TURNS = Format(
     suffix=".jsonl",
     unit="messages",
     rows=_rows,
-    holds=frozenset({"reasoning"}),
+    supports=frozenset({"reasoning"}),
     needs=("tool_stats", "toolsets", "finished_at"),
 )

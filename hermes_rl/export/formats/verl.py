@@ -189,7 +189,7 @@ CONVERSATIONS = Format(
     unit="messages",
     rows=_conversations,
     columns=_columns,
-    holds=frozenset({"reasoning", "rewards"}),
+    supports=frozenset({"reasoning", "rewards"}),
 )
 
 RL = Format(
@@ -200,5 +200,5 @@ RL = Format(
     rows=_rl,
     columns=types_of(_RL),
     rl=True,
-    holds=frozenset({"rewards"}),
+    supports=frozenset({"rewards"}),
 )

@@ -77,7 +77,7 @@ def import_file(
     try:
         count = asyncio.run(write_run(temporary, identity, rows, grouped=True))
         if not count:
-            raise UserError(f"{path} holds no rollout")
+            raise UserError(f"{path} contains no rollout")
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

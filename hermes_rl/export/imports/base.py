@@ -38,7 +38,7 @@ class ForeignRollout:
     task: Any = None
     """Equal for equal tasks; by default the opening messages."""
     segment: Mapping[str, Any] | None = None
-    """Its tokens: columns of `Segment`, but for those that name the rollout. `call_starts` has one
+    """Its tokens: columns of `Segment` except those that name the rollout. `call_starts` has one
     entry per model call."""
 
 
