@@ -18,31 +18,32 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
 
-import msgspec
-
 from hermes_rl import events as ev
 from hermes_rl.agent import (
     AgentParts,
     ContextParts,
     Control,
-    Hooked,
+    Ended,
     Hooks,
+    HookTable,
     Limits,
     OnEvent,
     OtherNames,
     Policy,
     Progress,
+    RunHooks,
     SavedConversation,
-    SessionEnd,
-    SessionStart,
-    call_hook,
+    accounts_of,
     continuable,
     continued_context,
+    error_of,
     last_answer,
+    load_plugins,
     run_agent,
     settle,
     split_system,
     system_prompt,
+    typed,
     whole_conversation,
     with_user,
 )
@@ -53,11 +54,8 @@ from hermes_rl.aio import LoopThread, run_sync, to_end
 from hermes_rl.errors import (
     HermesError,
     Interrupted,
-    ModelError,
     SandboxError,
     UserError,
-    cause_of,
-    end_reason_of,
 )
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id
@@ -75,7 +73,6 @@ from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.text import clean
 from hermes_rl.tools import Tool
-from hermes_rl.trajectory import fold
 from hermes_rl.wiring import BACKENDS, Link, context_parts, make_backend, open_link
 
 FIRST_ANSWER_S = 5.0
@@ -155,49 +152,6 @@ class _Places:
                 await backend.aclose()
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended."""
-
-    end_reason: str
-    final_response: str | None
-    error: HermesError | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def by(cls, error: HermesError, final_response: str | None) -> Ended:
-        """The end that an error brought about."""
-        return cls(end_reason_of(error.cause), final_response, error)
-
-    @property
-    def event(self) -> ev.Ended:
-        """The last event of the run."""
-        cause = "interrupted" if self.end_reason == "interrupted" else None
-        error = self.error
-        return ev.Ended(
-            finished_at=time.time(),
-            end_reason=self.end_reason,
-            cause=cause if error is None else error.cause,
-            error=None if error is None else clean(f"{type(error).__name__}: {error}"),
-            metrics=dict(self.metrics),
-            final_response=self.final_response,
-        )
-
-
-def error_of(error: HermesError) -> dict[str, str | None]:
-    """An error as plain data: class, reason (of model errors), cause and message."""
-    reason = error.reason if isinstance(error, ModelError) else None
-    named = {"class": type(error).__name__, "reason": reason, "cause": error.cause}
-    return {**named, "message": str(error)}
-
-
-def accounts_of(events: Sequence[ev.Event]) -> dict[str, Any]:
-    """Usage, calls and cost, made by the same fold as the rows of a run."""
-    row = fold(events)
-    usage, calls = msgspec.to_builtins(row.usage), msgspec.to_builtins(row.calls)
-    return {"usage": usage, "calls": calls, "cost_usd": row.cost_usd}
-
-
 def _prompt(history: list[Message], text: str, *, as_written: bool) -> list[Message]:
     """The conversation with the user's next message; one that the user wrote stays as it is."""
     if as_written:
@@ -225,7 +179,8 @@ class AIAgent:
             path of a `.jsonl` file, a `SessionStore` (which gets a new session), a session of one,
             or an object with `session_id`, `load`, `append` and `close`.
         context: how a full context is compressed: a `ContextConfig`, its fields, or an engine.
-        hooks: callbacks before and after model calls and tools; see `Hooks`.
+        hooks: functions that are called at named moments of a run; see `Hooks`.
+        plugins: names or paths of plugins, whose hooks are called before those of `hooks`.
         allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
         names: further keywords, as hermes-agent names them; see `OtherNames`.
 
@@ -249,6 +204,7 @@ class AIAgent:
         session: str | Path | SessionStore | Session | None = None,
         hooks: Hooks | None = None,
         context: object = None,
+        plugins: Sequence[str] = (),
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
     ) -> None:
@@ -271,7 +227,8 @@ class AIAgent:
         )
         self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets
         self.session_id = settings.session_id or uuid.uuid4().hex
-        self.hooks = hooks or Hooks()
+        loaded = [hook for plugin in load_plugins(plugins) for hook in plugin.hooks]
+        self._table = HookTable.of(hooks, loaded)
         if policy.name == "rl" and getattr(settings.model, "fallbacks", None):
             raise UserError(
                 "fallbacks would mix two policies in one conversation. Take them out, or use "
@@ -447,12 +404,13 @@ class AIAgent:
         self._running = True
         try:
             self._open_session()
+            reset = history is not None and bool(self._history)
             if history is not None:
                 own, rest = split_system(conversation_from_openai(history))
                 self._history, self._whole, system = rest, None, system or own
             self._system = clean(system or self._system)
             prompt = _prompt(self._history, text, as_written=history is not None)
-            result, error = await self._until_done(prompt, task_id or self._task_id)
+            result, error = await self._until_done(prompt, task_id or self._task_id, reset=reset)
         except BaseException:
             self._ended = "error" if self._ended is not None else None
             raise
@@ -463,9 +421,13 @@ class AIAgent:
         return result
 
     async def _until_done(
-        self, prompt: list[Message], task_id: str
+        self, prompt: list[Message], task_id: str, *, reset: bool
     ) -> tuple[dict[str, Any], HermesError | None]:
-        """Run; after an interrupt with a message, continue with that."""
+        """Run; after an interrupt with a message, continue with that.
+
+        Args:
+            reset: another conversation takes the place of the agent's.
+        """
         if self._link is None:
             context = self._settings.context
             summary = None if context is None else context.summary
@@ -474,7 +436,7 @@ class AIAgent:
         link = self._link
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
         place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
-        await self._begin_session(link)
+        await self._begin_session(link, reset=reset)
         self._rows = []
         while True:
             log = self._begin_run(link, place, text_of(prompt[-1]), task_id, seconds)
@@ -485,8 +447,11 @@ class AIAgent:
             if ended.end_reason != "interrupted" or control.message is None:
                 break
             prompt, seconds = with_user(self._history, control.message), 0.0
+        response = ended.final_response
+        if response is not None and (hooks := self._hooks_of(link, task_id)) is not None:
+            response = await hooks.output(response)
         result = {
-            "final_response": ended.final_response,
+            "final_response": response,
             "messages": [to_openai(m, details=True) for m in messages],
             "completed": ended.end_reason == "answered",
             "end_reason": ended.end_reason,
@@ -507,27 +472,31 @@ class AIAgent:
 
         Raises: HermesError before the first request; cancellation.
         """
+        hooks = self._hooks_of(link, task_id)
         try:
-            result = await run_agent(
-                self._parts(link, place, log, prompt, task_id), prompt, self._control
-            )
+            parts = self._parts(link, place, log, prompt, hooks)
+            result = await run_agent(parts, prompt, self._control)
             ended = Ended(result.end_reason, result.final_response, metrics=result.metrics)
         except Interrupted:
             ended = Ended("interrupted", last_answer(log.events))
         except Exception as error:
             if not any(isinstance(event, ev.CallStarted) for event in log.events):
                 raise
-            ended = Ended.by(_typed(error), last_answer(log.events))
+            ended = Ended.by(typed(error), last_answer(log.events))
         except BaseException:  # cancelled
             cut = Ended("interrupted", last_answer(log.events))
-            await to_end(self._finalise(log, cut, task_id, failed=True))
+            await to_end(self._finalise(log, cut, task_id, hooks, failed=True))
             raise
-        return ended, await self._finalise(log, ended, task_id, failed=ended.error is not None)
+        failed = ended.error is not None
+        return ended, await self._finalise(log, ended, task_id, hooks, failed=failed)
 
     async def _finalise(
-        self, log: EventLog, ended: Ended, task_id: str, *, failed: bool
+        self, log: EventLog, ended: Ended, task_id: str, hooks: RunHooks | None, *, failed: bool
     ) -> list[Message]:
         """Keep the conversation and the row, and end a sandbox that is lost; the messages."""
+        if hooks is not None:
+            await hooks.end("error" if failed else ended.end_reason)
+            ended = replace(ended, metrics={**ended.metrics, **hooks.metrics})
         self._rows.append([*log.events, ended.event])
         added = [event for event in log.events if isinstance(event, ev.MessageAdded)]
         messages = whole_conversation(added, self._whole)
@@ -549,16 +518,20 @@ class AIAgent:
         return messages
 
     def _parts(
-        self, link: Link, place: _Place, log: EventLog, prompt: list[Message], task_id: str
+        self,
+        link: Link,
+        place: _Place,
+        log: EventLog,
+        prompt: list[Message],
+        hooks: RunHooks | None,
     ) -> AgentParts:
         patience, settings = RetryPolicy(first_answer_s=FIRST_ANSWER_S), self._settings
         caller = ModelCaller(link.routes.routes(link.model), log, patience)
-        hooked = Hooked(self.hooks, caller, self.session_id, task_id)
         streams = settings.callbacks is not None and settings.callbacks.streams
         return AgentParts(
-            caller=hooked,
+            caller=caller if hooks is None else hooks.caller(caller),
             model=link.model,
-            tools=hooked.tools(settings.tools),
+            tools=settings.tools,
             sandbox=place.sandbox,
             recorder=log,
             policy=self._policy,
@@ -571,18 +544,19 @@ class AIAgent:
             on_delta=self._deltas,
             tool_state=place.tool_state,
             budget=settings.budget,
+            hooks=hooks,
             after_turn=None if self._saved is None else partial(self._after_turn, log),
-            context=self._context(link, log, task_id),
+            context=self._context(link, log, hooks),
         )
 
-    def _context(self, link: Link, log: EventLog, task_id: str) -> ContextParts | None:
+    def _context(self, link: Link, log: EventLog, hooks: RunHooks | None) -> ContextParts | None:
         section, caller = self._settings.context, None
         if section is None:
             return None
         if section.summary is not None and link.summaries is not None:
             routes = link.summaries.routes(section.summary.name)
             calls = ModelCaller(routes, log, RetryPolicy(first_answer_s=FIRST_ANSWER_S))
-            caller = Hooked(self.hooks, calls, self.session_id, task_id)
+            caller = calls if hooks is None else hooks.caller(calls)
         return context_parts(section, caller)
 
     def _deltas(self, text: str) -> None:
@@ -608,14 +582,23 @@ class AIAgent:
         if self._keeps_system and (system := self._saved.system_prompt) is not None:
             self._system = system
 
-    async def _begin_session(self, link: Link) -> None:
-        """Tell the hook of the first run since the agent was made or closed."""
-        if self._ended is None:
-            self._ended = "error"  # until the run says otherwise
-            start = SessionStart(
-                session_id=self.session_id, model=link.model, resumed=bool(self._history)
-            )
-            await call_hook(self.hooks.on_session_start, start)
+    def _hooks_of(self, link: Link, task_id: str) -> RunHooks | None:
+        """The hooks of one message, or of none in particular."""
+        if self._table is None:
+            return None
+        about = {"session_id": self.session_id, "model": link.model, "platform": "agent"}
+        turn_id = f"{self._task_id}-{self._runs}"
+        return RunHooks(self._table, {**about, "task_id": task_id, "turn_id": turn_id})
+
+    async def _begin_session(self, link: Link, *, reset: bool) -> None:
+        """Call the hook of the first run since the agent was made or closed, or of a conversation
+        that another one replaces."""
+        begun, self._ended = self._ended is not None, self._ended or "error"
+        if (hooks := self._hooks_of(link, self._task_id)) is not None and (reset or not begun):
+            if begun:
+                await hooks.observe("on_session_reset")
+            else:
+                await hooks.observe("on_session_start", resumed=bool(self._history))
 
     async def _save(self, messages: list[Message], end_reason: str) -> None:
         if self._saved is None:
@@ -636,14 +619,8 @@ class AIAgent:
         async with opened:
             if link is None or ended is None:
                 return
-            end = SessionEnd(
-                session_id=self.session_id,
-                model=link.model,
-                end_reason=ended,
-                completed=ended == "answered",
-                interrupted=ended == "interrupted",
-            )
-            await call_hook(self.hooks.on_session_end, end)
+            if (hooks := self._hooks_of(link, self._task_id)) is not None:
+                await hooks.observe("on_session_finalize")
 
     def _begin_run(
         self, link: Link, place: _Place, text: str, task_id: str, seconds: float
@@ -685,13 +662,3 @@ class AIAgent:
                 )
             )
         return log
-
-
-def _typed(error: Exception) -> HermesError:
-    """An error of the harness or of code of the user's, as an ending."""
-    if isinstance(error, HermesError):
-        return error
-    _log.error("the run failed", exc_info=error)
-    typed = HermesError(f"{type(error).__name__}: {error}")
-    typed.cause, typed.__cause__ = cause_of(error), error
-    return typed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -77,6 +78,9 @@ class AgentSection(Section):
     prefill: tuple[dict[str, Any], ...] = ()
     """OpenAI messages that every request holds behind the system prompt, and no row; `@FILE` reads
     them from a JSON file."""
+    plugins: tuple[str, ...] = ()
+    """Entry points, or paths of Python files, whose hooks are called in each rollout. Those that
+    may change what the model sees are identity, by their source."""
     limits: LimitsSection = LimitsSection()
     context: ContextConfig = ContextConfig()
     seed: int | None = None
@@ -87,6 +91,15 @@ class AgentSection(Section):
     def base_seed(self) -> int:
         """What the seeds of units derive from."""
         return 0 if self.seed is None else self.seed
+
+    @field_validator("plugins")
+    @classmethod
+    def _absolute(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Workers have other working directories."""
+        return tuple(
+            str(Path(name).expanduser().absolute()) if name.endswith(".py") else name
+            for name in value
+        )
 
     @field_validator("system_prompt")
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from hermes_rl.agent import WORDINGS, Limits, Policy, preset, system_prompt
+from hermes_rl.agent import WORDINGS, Limits, Policy, load_plugins, preset, system_prompt
 from hermes_rl.config import (
     LOCAL_MODELS,
     PLAYED_MODELS,
@@ -155,6 +155,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "texts": digest(WORDINGS[policy.wording].messages.as_list()),
             **_sent_only(agent),
             **_context(agent.context, policy),
+            **_plugins(agent),
             "limits": agent.limits.model_dump(),
             "seed": agent.base_seed,
         },
@@ -227,6 +228,13 @@ def _context(section: ContextConfig, policy: Policy) -> dict[str, Any]:
     rest = section.model_dump(include={"window", "threshold", "engine"})
     found = {**rest, "summary": summary, "texts": digest(COMPRESSION_TEXTS)}
     return {"context": {k: v for k, v in found.items() if v is not None}}
+
+
+def _plugins(agent: AgentSection) -> dict[str, Any]:
+    """Digests of the plugins that may change what the model sees; without any, a run is what it
+    was before there were plugins. Raises: UserError."""
+    found = [p.digest for p in load_plugins(agent.plugins) if p.changes_input]
+    return {"plugins": found} if found else {}
 
 
 def _network(network: Network) -> bool | list[str]:

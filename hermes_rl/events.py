@@ -127,7 +127,7 @@ class MessageAdded(_Event, frozen=True, kw_only=True, tag="message"):
     seconds: float | None = None
     """For tool results: how long the tool took."""
     raw_text: str | None = None
-    """For tool results to which the harness joined a note: the result without it."""
+    """Of a tool result or a user message that a hook or the harness changed: its text before."""
     suspected_unparsed: bool = False
     """For answers of the model: they may hold a tool call that nobody parsed, nor ran."""
     compressed: bool = False

@@ -28,7 +28,15 @@ from typing import Any
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.agent import AgentParts, AgentResult, Control, Progress, run_agent, wall_limit
+from hermes_rl.agent import (
+    AgentParts,
+    AgentResult,
+    Control,
+    Progress,
+    RunHooks,
+    run_agent,
+    wall_limit,
+)
 from hermes_rl.checkpoints import Checkpoint
 from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
@@ -162,16 +170,18 @@ async def run_attempt(
         log.record(_begun(context, item, context.no_draw(item), None))
         raise
     log.record(_begun(context, item, draw, episode.env_name if episode else None))
-    connections = _Connections(context, item)
+    watched = _Watched(context, item, draw.model)
     try:
         if fault is not None or episode is None:
             raise fault or TaskFault(item.bad_row or "bad row")
-        result = await _Attempt(episode, draw, control or Control(), connections).run()
+        await watched.begin()
+        result = await _Attempt(episode, draw, control or Control(), watched).run()
+        metrics = await watched.end(result.end_reason)
         log.record(
             ev.Ended(
                 finished_at=time.time(),
                 end_reason=result.end_reason,
-                metrics={**connections.metrics, **result.metrics},
+                metrics={**metrics, **result.metrics},
                 final_response=result.final_response,
             )
         )
@@ -179,7 +189,7 @@ async def run_attempt(
     except DiskFull:
         raise
     except HermesError as error:
-        log.record(_failed(context, error, connections.metrics))
+        log.record(_failed(context, error, await watched.end("error")))
     finally:
         if episode is not None and episode.stage.budget is not None:
             episode.stage.budget.end(finished=finished)
@@ -268,14 +278,37 @@ _NETWORK_METRICS = tuple(
 )
 
 
+class _Watched:
+    """What is noted of an attempt beside its events: its connections and its hooks."""
+
+    def __init__(self, context: RunContext, item: WorkItem, model: str) -> None:
+        self.connections = _Connections(context, item)
+        self.hooks: RunHooks | None = None
+        if context.hooks is not None:
+            row = trajectory_id(item.unit_id, item.epoch, item.attempt)
+            about = {"session_id": row, "turn_id": row, "task_id": item.task_id}
+            self.hooks = RunHooks(context.hooks, {**about, "model": model, "platform": "batch"})
+
+    async def begin(self) -> None:
+        """Before the sandbox starts."""
+        if self.hooks is not None:
+            await self.hooks.observe("on_session_start", resumed=False)
+
+    async def end(self, end_reason: str) -> dict[str, float]:
+        """After the attempt; the metrics for its row."""
+        if self.hooks is None:
+            return self.connections.metrics
+        await self.hooks.end(end_reason)
+        await self.hooks.observe("on_session_finalize")
+        return {**self.connections.metrics, **self.hooks.metrics}
+
+
 class _Attempt:
     """The middle of one attempt, in the order in which it happens."""
 
-    def __init__(
-        self, episode: Episode, draw: Draw, control: Control, connections: _Connections
-    ) -> None:
+    def __init__(self, episode: Episode, draw: Draw, control: Control, watched: _Watched) -> None:
         self.episode, self.draw, self.control = episode, draw, control
-        self.connections = connections
+        self.connections, self.hooks = watched.connections, watched.hooks
         self._kept = 0
         """The turn of the latest checkpoint."""
         self._setup: str | None = None
@@ -463,9 +496,10 @@ class _Attempt:
     ) -> AgentResult:
         draw = self.draw
         endpoint, agent = self.context.config.endpoint, self.context.config.agent
-        prompt = self.task.prompt
+        prompt, hooks = self.task.prompt, self.hooks
+        caller = self.context.caller(self.task, self.log, draw.model, self.stage.budget)
         parts = AgentParts(
-            caller=self.context.caller(self.task, self.log, draw.model, self.stage.budget),
+            caller=caller if hooks is None else hooks.caller(caller),
             model=draw.model,
             tools=draw.tools,
             sandbox=sandbox,
@@ -483,6 +517,7 @@ class _Attempt:
             env=self.episode.tool_state(),
             fatal_commands=self.item.fatal_commands,
             context=self.context.context_parts(draw.policy, self.log, self.stage.budget),
+            hooks=hooks,
         )
         if self.context.checkpoints is not None:
             parts = replace(parts, after_turn=partial(self._after_turn, sandbox))

@@ -16,7 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hermes_rl.agent import Caller, ContextParts, Limits, Policy, Summariser, load_engine
+from hermes_rl.agent import (
+    Caller,
+    ContextParts,
+    HookTable,
+    Limits,
+    Policy,
+    Summariser,
+    load_engine,
+    load_plugins,
+)
 from hermes_rl.checkpoints import Checkpoints
 from hermes_rl.config import (
     BACKENDS as BACKENDS,
@@ -124,6 +133,8 @@ class RunContext:
     """Where checkpoints of rollouts are kept; None keeps none."""
     network_log: Path | None = None
     """Takes a line for each connection of a sandbox through its egress proxy; None keeps none."""
+    hooks: HookTable | None = None
+    """Of the run's plugins; None where there are none."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -328,8 +339,15 @@ async def open_run_context(
             models=models,
             share=together,
             exact=plan is not None and plan.exact,
+            hooks=await asyncio.to_thread(_hooks, config),
             others=_open_others(config, stack, keyring, together),
         )
+
+
+def _hooks(config: RunConfig) -> HookTable | None:
+    """Those of the run's plugins. Raises: UserError."""
+    plugins = load_plugins(config.agent.plugins)
+    return HookTable.of(None, [hook for plugin in plugins for hook in plugin.hooks])
 
 
 def _open_others(

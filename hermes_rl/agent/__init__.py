@@ -17,16 +17,8 @@ if TYPE_CHECKING:
         Replacement,
         load_engine,
     )
-    from hermes_rl.agent.hooks import (
-        Hooked,
-        Hooks,
-        OnEvent,
-        PostToolCall,
-        PreToolCall,
-        SessionEnd,
-        SessionStart,
-        call_hook,
-    )
+    from hermes_rl.agent.endings import Ended, accounts_of, error_of, typed
+    from hermes_rl.agent.hooks import HOOKS, Hooks, HookTable, OnEvent
     from hermes_rl.agent.names import AgentSettings, OtherNames, settle
     from hermes_rl.agent.parts import (
         AgentParts,
@@ -37,9 +29,11 @@ if TYPE_CHECKING:
         Progress,
         Summariser,
     )
+    from hermes_rl.agent.plugins import PLUGINS_GROUP, load_plugins
     from hermes_rl.agent.policy import PRESETS, Budget, IterationBudget, Limits, Policy, preset
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt
     from hermes_rl.agent.run import run_agent, wall_limit
+    from hermes_rl.agent.run_hooks import RunHooks
     from hermes_rl.agent.session import (
         SavedConversation,
         continuable,

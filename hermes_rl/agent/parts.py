@@ -19,6 +19,7 @@ import msgspec
 from hermes_rl.agent.context import CONTEXT_SECONDS, ContextEngine, ContextState
 from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy, Refunds
 from hermes_rl.agent.prompt import HINTS, WORDINGS, Messages, budget_hint
+from hermes_rl.agent.run_hooks import RunHooks
 from hermes_rl.errors import Interrupted
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
 from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
@@ -157,6 +158,8 @@ class AgentParts:
     """What tools find as `ToolContext.state`."""
     budget: Budget | None = None
     """Turns that this run shares with others."""
+    hooks: RunHooks | None = None
+    """Called at the moments of `hooks.HOOKS`; those of requests are around `caller`."""
     active_s: float = 0.0
     """Active seconds that are spent already, by the sandbox's start and the task's setup."""
     fatal_commands: tuple[str, ...] = ()
@@ -517,6 +520,14 @@ class RunState:
         self.hinted = reached[-1]
         self.note("budget_hints")
         return budget_hint(self.hinted, used, limit)
+
+    def take_hook_seconds(self) -> float:
+        """Seconds in hooks of tools since the last time: they are not the agent's."""
+        hooks = self.parts.hooks
+        if hooks is None:
+            return 0.0
+        seconds, hooks.seconds = hooks.seconds, 0.0
+        return seconds
 
     def check_tokens(self) -> None:
         """Raises: Finish when the tokens of the run are used up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,8 +11,9 @@ from dataclasses import replace
 from hermes_rl.agent.answers import REFUSAL, answer
 from hermes_rl.agent.parts import AgentParts, AgentResult, Control, Finish, RunState, Tries
 from hermes_rl.agent.prompt import EMPTY
+from hermes_rl.agent.run_hooks import with_context
 from hermes_rl.agent.tool_calls import run_calls
-from hermes_rl.errors import ContextOverflow, PayloadTooLarge, Stalled, UserError
+from hermes_rl.errors import ContextOverflow, Interrupted, PayloadTooLarge, Stalled, UserError
 from hermes_rl.events import ToolsOffered
 from hermes_rl.messages import (
     AssistantMessage,
@@ -19,6 +21,7 @@ from hermes_rl.messages import (
     SystemMessage,
     UserMessage,
     check_prompt,
+    text_of,
 )
 from hermes_rl.models.prepare import repaired_roles
 
@@ -38,14 +41,26 @@ async def run_agent(
         and SandboxError when infrastructure failed.
     """
     control = control or Control()
-    run = begin(parts, prompt, control)
+    context = None
+    if parts.hooks is not None and parts.resumed is None and prompt:
+        with contextlib.suppress(Interrupted), control.scope():  # the scope below raises it again
+            context = await parts.hooks.context(prompt)
+    run = begin(parts, prompt, control, context)
     with control.scope():
         async with wall_limit(parts.limits.wall_seconds):
-            return await finalise(run, await run_turns(run))
+            result = await finalise(run, await run_turns(run))
+    if parts.hooks is not None:
+        await parts.hooks.answered(result.messages, result.final_response, result.end_reason)
+    return result
 
 
-def begin(parts: AgentParts, prompt: Sequence[Message], control: Control) -> RunState:
+def begin(
+    parts: AgentParts, prompt: Sequence[Message], control: Control, context: str | None = None
+) -> RunState:
     """The state of a run whose next step is a model call.
+
+    Args:
+        context: what hooks join to the prompt's last message.
 
     Raises: UserError for a prompt that does not end with the user, or a tool without its sandbox.
     """
@@ -63,8 +78,10 @@ def begin(parts: AgentParts, prompt: Sequence[Message], control: Control) -> Run
     parts.recorder.record(ToolsOffered(tools=list(run.request.tools)))
     if parts.system and not isinstance(prompt[0], SystemMessage):
         run.add(SystemMessage(content=parts.system))
-    for message in prompt:
+    for message in prompt[: -1 if context else None]:
         run.add(message)
+    if context:
+        run.add(with_context(prompt[-1], context), raw_text=text_of(prompt[-1]))
     run.prompt_length = len(run.conversation)
     return run
 

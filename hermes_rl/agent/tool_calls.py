@@ -47,6 +47,8 @@ class _Outcome:
     invalid: bool = False
     """No tool ran: unknown name or arguments that cannot be read."""
     error: Exception | None = None
+    raw_text: str | None = None
+    """What the tool returned, where a hook replaced it."""
 
 
 async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
@@ -113,7 +115,7 @@ class _Turn:
         except ExceptionGroup as errors:  # of the recorder: a full disk must stay a DiskFull
             raise errors.exceptions[0] from None
         finally:
-            run.active_s += time.monotonic() - start
+            run.active_s += max(0.0, time.monotonic() - start - run.take_hook_seconds())
         if self.done < len(self.calls) and (failed := self.outcomes[self.done]):
             assert failed.error is not None, "a result without an error was added"
             raise failed.error
@@ -167,7 +169,7 @@ class _Turn:
         return outcome if text is outcome.text else replace(outcome, text=text)
 
     def _add(self, outcome: _Outcome) -> None:
-        call, text = self.calls[self.done], outcome.text
+        call, text, raw = self.calls[self.done], outcome.text, outcome.raw_text
         self._chars += len(text)
         self.valid = self.valid or not outcome.invalid
         text += self._notes(outcome)
@@ -176,7 +178,7 @@ class _Turn:
             ToolMessage(tool_call_id=call.id, name=call.name, content=text),
             tool_ok=outcome.ok,
             seconds=outcome.seconds,
-            raw_text=None if text == outcome.text else outcome.text,
+            raw_text=outcome.text if raw is None and text != outcome.text else raw,
         )
 
     def _notes(self, outcome: _Outcome) -> str:
@@ -277,12 +279,16 @@ async def _run_one(
         return _failed(f"{tool.name}: {error}", invalid=True)
     start = time.monotonic()
     try:
-        result = await tool.handler(context, arguments)
+        if (hooks := run.parts.hooks) is None:
+            result = await tool.handler(context, arguments)
+        else:
+            result = await hooks.call_tool(call, tool, arguments, context, run.turn)
     except ToolError as error:
         return _failed(str(error), seconds=time.monotonic() - start)
     except Exception as error:  # carried to its place in call order, and raised there
         return _Outcome("", ok=False, error=error)
-    return _Outcome(clean(result.text), result.ok, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return _Outcome(clean(result.text), result.ok, seconds, raw_text=result.raw_text)
 
 
 def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:

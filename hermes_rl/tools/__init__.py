@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe
     from hermes_rl.tools.matching import STRATEGIES, find, replace
     from hermes_rl.tools.shell import resolve_paths
-    from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, with_timeout
+    from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, MAX_RESULT_CHARS, with_timeout
     from hermes_rl.tools.toolsets import (
         DEFAULT_TOOLSETS,
         DISTRIBUTIONS,

@@ -45,6 +45,8 @@ class ToolResult:
     ok: bool = True
     data: Mapping[str, Any] | None = None
     """Structured form, for programs."""
+    raw_text: str | None = None
+    """What the tool returned, where a hook replaced it."""
 
 
 Handler = Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]
