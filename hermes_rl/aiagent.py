@@ -227,8 +227,7 @@ class AIAgent:
         )
         self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets
         self.session_id = settings.session_id or uuid.uuid4().hex
-        loaded = [hook for plugin in load_plugins(plugins) for hook in plugin.hooks]
-        self._table = HookTable.of(hooks, loaded)
+        self._table = HookTable.of(hooks, load_plugins(plugins)) if hooks or plugins else None
         if policy.name == "rl" and getattr(settings.model, "fallbacks", None):
             raise UserError(
                 "fallbacks would mix two policies in one conversation. Take them out, or use "

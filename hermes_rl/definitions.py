@@ -233,7 +233,8 @@ def _context(section: ContextConfig, policy: Policy) -> dict[str, Any]:
 def _plugins(agent: AgentSection) -> dict[str, Any]:
     """Digests of the plugins that may change what the model sees; without any, a run is what it
     was before there were plugins. Raises: UserError."""
-    found = [p.digest for p in load_plugins(agent.plugins) if p.changes_input]
+    plugins = load_plugins(agent.plugins) if agent.plugins else []
+    found = [plugin.digest for plugin in plugins if plugin.changes_input]
     return {"plugins": found} if found else {}
 
 

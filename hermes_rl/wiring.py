@@ -339,15 +339,14 @@ async def open_run_context(
             models=models,
             share=together,
             exact=plan is not None and plan.exact,
-            hooks=await asyncio.to_thread(_hooks, config),
+            hooks=await asyncio.to_thread(_hooks, config) if config.agent.plugins else None,
             others=_open_others(config, stack, keyring, together),
         )
 
 
 def _hooks(config: RunConfig) -> HookTable | None:
     """Those of the run's plugins. Raises: UserError."""
-    plugins = load_plugins(config.agent.plugins)
-    return HookTable.of(None, [hook for plugin in plugins for hook in plugin.hooks])
+    return HookTable.of(None, load_plugins(config.agent.plugins))
 
 
 def _open_others(

@@ -292,15 +292,30 @@ def _checked(value: Any, kind: Returns) -> Any:
 
 
 @dataclass(frozen=True)
+class Plugin:
+    """A plugin that was loaded."""
+
+    name: str
+    digest: str
+    """Of its source."""
+    hooks: tuple[Hook, ...]
+
+    @property
+    def changes_input(self) -> bool:
+        """Whether it may change what the model sees: then it is part of a run's identity."""
+        return any(HOOKS[hook.name].changes_input for hook in self.hooks)
+
+
+@dataclass(frozen=True)
 class HookTable:
     """The registered functions of an agent or a run, in order."""
 
     hooks: tuple[Hook, ...] = ()
 
     @classmethod
-    def of(cls, hooks: Hooks | None, plugins: Sequence[Hook] = ()) -> HookTable | None:
+    def of(cls, hooks: Hooks | None, plugins: Sequence[Plugin] = ()) -> HookTable | None:
         """Those of plugins, then those of `Hooks`; None when there are none. Raises: UserError."""
-        found = list(plugins)
+        found = [hook for plugin in plugins for hook in plugin.hooks]
         for name in HOOKS if hooks is not None else ():
             if (function := getattr(hooks, name)) is not None and hooks is not None:
                 required = name == "pre_tool_call"

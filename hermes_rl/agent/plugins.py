@@ -11,33 +11,17 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hermes_rl.agent.hooks import HOOKS, Hook, PluginContext
+from hermes_rl.agent.hooks import Plugin, PluginContext
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.input_errors import unknown
 
 PLUGINS_GROUP = "hermes_rl.plugins"
 """Of entry points."""
-
-
-@dataclass(frozen=True)
-class Plugin:
-    """A plugin that was loaded."""
-
-    name: str
-    digest: str
-    """Of its source."""
-    hooks: tuple[Hook, ...]
-
-    @property
-    def changes_input(self) -> bool:
-        """Whether it may change what the model sees: then it is part of a run's identity."""
-        return any(HOOKS[hook.name].changes_input for hook in self.hooks)
 
 
 _loaded: dict[tuple[str, str], Plugin] = {}

@@ -173,8 +173,11 @@ def check_order(messages: list[Message]) -> None:
 
 def test_the_model_reads_what_is_missing(make: Make) -> None:
     seen: list[list[Message]] = []
-    hooks = Hooks(pre_llm_call=lambda before: seen.append(prepare(before.conversation)))
-    with make(hooks=hooks, toolsets=()) as agent:
+
+    def note(request_messages: list[Any]) -> None:
+        seen.append(prepare(conversation_from_openai(request_messages)))
+
+    with make(hooks=Hooks(pre_api_request=note), toolsets=()) as agent:
         history = [*broken("orphan"), *FLAWS["no result"]]
         agent.run_conversation("And now?", conversation_history=history)
     first, calling, stub, _ = seen[0][1:]
