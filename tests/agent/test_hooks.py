@@ -124,7 +124,7 @@ def test_what_hooks_change_reaches_the_model_and_is_flagged(make: Make, tmp_path
     assert row["final_response"] == "Done."
 
 
-def test_a_hook_may_forbid_a_tool_and_the_model_is_told(make: Make, tmp_path: Path) -> None:
+def test_a_hook_may_forbid_a_tool(make: Make, tmp_path: Path) -> None:
     mark, after = tmp_path / "mark", list[tuple[str, str | None]]()
 
     def forbid(args: dict[str, Any]) -> Any:
