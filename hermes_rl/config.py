@@ -297,8 +297,9 @@ NetworkSetting = Annotated[Network, BeforeValidator(_network)]
 """`off`, `on`, or hosts: a list, or one text with commas."""
 
 
-BACKENDS = ("bubblewrap", "docker", "podman", "ssh", "none")
+BACKENDS = ("bubblewrap", "docker", "podman", "ssh", "apptainer", "none")
 """Kinds of sandboxes that this package brings; the first is the default."""
+_NO_HOST_LIST = ("apptainer", "none")
 SANDBOX_GROUP = "hermes_rl.sandboxes"
 """Entry points of packages that bring others."""
 
@@ -450,9 +451,9 @@ class RunConfig(Section):
                 if kind == "ssh"
                 else f"'sandbox.hosts' is for --sandbox ssh, and this is {kind}. Remove it"
             )
-        if self.sandbox.backend == "none" and not isinstance(self.sandbox.network, bool):
+        if kind in _NO_HOST_LIST and not isinstance(self.sandbox.network, bool):
             raise UserError(
-                "--sandbox none cannot limit the network to hosts. "
+                f"--sandbox {kind} cannot limit the network to hosts. "
                 "Use another sandbox, or --network on"
             )
         if self.sandbox.backend == "none" and not self.run.allow_unsandboxed:

@@ -456,6 +456,8 @@ def make_backend(
             return sandboxes.Subprocess(state_dir=state_dir)
         case "docker" | "podman":
             return sandboxes.Containers(name, state_dir=state_dir)
+        case "apptainer":
+            return sandboxes.Apptainer(state_dir=state_dir)
         case "ssh":
             if not hosts:
                 raise UserError("sandbox 'ssh' needs machines: pass SshHosts([SshHost(...)])")
@@ -539,14 +541,21 @@ async def reach(config: RunConfig, keys: Mapping[str, str] | None = None) -> End
     return await check_endpoints(config, held)
 
 
+_NEED_IMAGES = ("docker", "podman", "apptainer")
+"""Backends without a default image."""
+
+
 async def _start_a_sandbox(config: RunConfig) -> None:
     section = config.sandbox
     if section.backend == "none":
         return
-    if section.backend in ("docker", "podman") and section.image is None:
-        from hermes_rl.sandboxes import Engine  # each row names its own image
+    if section.image is None and section.backend in _NEED_IMAGES:  # then each row names its own
+        from hermes_rl import sandboxes
 
-        await asyncio.to_thread(lambda: Engine(section.backend).version())
+        if section.backend == "apptainer":
+            sandboxes.find_program()
+        else:
+            await asyncio.to_thread(lambda: sandboxes.Engine(section.backend).version())
         return
     backend = backend_of(config)
     spec = SandboxSpec(lease="try-out", image=section.image, network=section.network)

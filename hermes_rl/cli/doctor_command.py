@@ -171,7 +171,19 @@ def sandboxes() -> list[Finding]:
     none = "--sandbox none shows agents all that you can read, solutions of bundled tasks too"
     found.append(Finding("sandboxes", "none", None, none))
     found += [Finding("sandboxes", name, None, _engine(name)) for name in ENGINES]
+    found.append(Finding("sandboxes", "apptainer", None, _apptainer()))
     return [*found, Finding("sandboxes", "ssh", None, _ssh()), *_foreign()]
+
+
+def _apptainer() -> str:
+    from hermes_rl.errors import SandboxStartError
+    from hermes_rl.sandboxes import find_program
+
+    try:
+        found = find_program()
+    except SandboxStartError as error:
+        return str(error)
+    return f"{found}{', for ordinary users only' if os.geteuid() == 0 else ''}"
 
 
 def _ssh() -> str:

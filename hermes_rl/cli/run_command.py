@@ -79,7 +79,7 @@ FLAGS = {
     "max_attempts": Flag("run.max_attempts", "Failures until a unit is given up [3]", kind=_WHOLE),
     "retry_failed": Flag("run.retry_failed", "Open again what was given up", kind=_SWITCH),
     "sandbox": Flag(
-        "sandbox.backend", "bubblewrap, docker, podman, ssh, none [bubblewrap]", "KIND"
+        "sandbox.backend", "bubblewrap, docker, podman, ssh, apptainer, none [bubblewrap]", "KIND"
     ),
     "hosts": Flag("sandbox.hosts", "Machines of --sandbox ssh: USER@HOST:PORT", "A,B"),
     "image": Flag("sandbox.image", "Root of the sandbox", "IMAGE"),

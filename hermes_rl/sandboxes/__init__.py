@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         slots,
         watchdog,
     )
+    from hermes_rl.sandboxes.apptainer import Apptainer, ApptainerSandbox, find_program
     from hermes_rl.sandboxes.base import (
         CommandResult,
         Connection,

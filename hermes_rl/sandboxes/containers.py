@@ -20,7 +20,6 @@ import errno
 import logging
 import os
 import secrets
-import shlex
 import shutil
 import socket
 import tarfile
@@ -49,12 +48,10 @@ from hermes_rl.sandboxes.container import (
 from hermes_rl.sandboxes.engine import Engine, EngineError, EngineImage
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, Beneath
 from hermes_rl.sandboxes.image_changes import (
-    LIBRARIES,
-    LIBRARY_FOLDERS,
     Relied,
     Replaced,
-    graded_programs,
-    library_path,
+    listing_script,
+    read_listing,
     replaced,
 )
 from hermes_rl.sandboxes.session import (
@@ -426,23 +423,8 @@ class ContainerSandbox(FolderSandbox):
     async def relied_on(self, env: Mapping[str, str]) -> Relied:
         """What verifiers rely on of the image, whose variables are `env`."""
         sink = HeadTail(1 << 17)
-        libraries = (f"{f}{b}/{p}" for f in LIBRARY_FOLDERS for b in ("", "/*") for p in LIBRARIES)
-        text = (
-            "shopt -s nullglob; set +f\n"
-            f"IFS=: read -ra folders <<<{shlex.quote(env.get('PATH', recipe.PATH))}\n"
-            f"for p in {' '.join(graded_programs())}; do\n"
-            'for d in "${folders[@]}"; do [[ -e $d/$p ]] && echo "p $p" && break; done\n'
-            "done\n"
-            f'for f in /{" /".join(libraries)}; do echo "l ${{f##*/}}"; done\n'
-            'show() { if cd -P -- "$2" 2>/dev/null; then echo "$1 $PWD"; else echo "$1 $2"; fi }\n'
-            'for d in "${folders[@]}"; do [[ $d = /* ]] && show d "$d"; done\n'
-            f'for d in {shlex.join(library_path(env))}; do show e "$d"; done\n'
-            "true"
-        )
-        await self._execute("i", encode(text), sink, 60.0)
-        lines = [line.partition(" ")[::2] for line in sink.text().splitlines()]
-        found = [sorted({value.strip("/") for key, value in lines if key == k}) for k in "plde"]
-        return Relied(*found)
+        await self._execute("i", encode(listing_script(env)), sink, 60.0)
+        return read_listing(sink.text())
 
     async def _save_files(self, folder: Path) -> None:
         """See `ShellSandbox`. All that was changed of the image, the workspace among it, packed

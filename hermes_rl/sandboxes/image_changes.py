@@ -10,6 +10,7 @@ import contextlib
 import os
 import posixpath
 import re
+import shlex
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from typing import Protocol
 OPAQUE_XATTR = "user.overlay.opaque"
 """Marks a folder of an overlay that hides what is below it."""
 
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where programs are looked for, unless an image's variables say otherwise."""
 _ESSENTIAL = {"bin": ("bash",), "etc": ("ld.so.preload", "ld-musl-*.path")}
 """Folder, also below /usr -> what a shell is started from."""
 LIBRARY_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64")
@@ -141,6 +144,34 @@ def library_path(env: Mapping[str, str]) -> list[str]:
     """Absolute folders of libraries that an image's variables name."""
     folders = re.split("[:;]", env.get("LD_LIBRARY_PATH", ""))
     return [folder for folder in folders if folder.startswith("/")]
+
+
+def listing_script(env: Mapping[str, str]) -> str:
+    """A script that lists, in a sandbox over an image, what verifiers rely on of it.
+
+    Args:
+        env: the image's variables.
+    """
+    libraries = (f"{f}{b}/{p}" for f in LIBRARY_FOLDERS for b in ("", "/*") for p in LIBRARIES)
+    return (
+        "shopt -s nullglob; set +f\n"
+        f"IFS=: read -ra folders <<<{shlex.quote(env.get('PATH', PATH))}\n"
+        f"for p in {' '.join(graded_programs())}; do\n"
+        'for d in "${folders[@]}"; do [[ -e $d/$p ]] && echo "p $p" && break; done\n'
+        "done\n"
+        f'for f in /{" /".join(libraries)}; do echo "l ${{f##*/}}"; done\n'
+        'show() { if cd -P -- "$2" 2>/dev/null; then echo "$1 $PWD"; else echo "$1 $2"; fi }\n'
+        'for d in "${folders[@]}"; do [[ $d = /* ]] && show d "$d"; done\n'
+        f'for d in {shlex.join(library_path(env))}; do show e "$d"; done\n'
+        "true"
+    )
+
+
+def read_listing(text: str) -> Relied:
+    """What `listing_script` printed."""
+    lines = [line.partition(" ")[::2] for line in text.splitlines()]
+    found = [sorted({value.strip("/") for key, value in lines if key == k}) for k in "plde"]
+    return Relied(*found)
 
 
 def relied_on(lower: Sequence[Path], env: Mapping[str, str], path: str) -> Relied:

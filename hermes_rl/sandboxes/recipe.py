@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.sandboxes.base import SandboxLimits
+from hermes_rl.sandboxes.image_changes import PATH as PATH
 from hermes_rl.sandboxes.slots import Writable, is_host_root
 
 WORKSPACE = "/workspace"
@@ -21,7 +22,6 @@ IMAGE_WORKSPACE = "/run/image-workspace"
 """What an image holds at /workspace, to be copied to the sandbox's own."""
 CONTROL = "/hx"
 STATE = "/run/hx"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LANG = "C.UTF-8"
 RUN_BYTES = 16 << 20
 OPEN_FILES = 1024
@@ -286,11 +286,11 @@ def command(script: str, limits: SandboxLimits, *arguments: str) -> list[str]:
         script: a file of the control directory, as the sandbox sees it.
         arguments: of the script; the last one names the lease to the reaper.
     """
-    init = f"ulimit {' '.join(ulimits(limits))} || exit 125; {_START_SCRIPT}"
+    init = f"ulimit {' '.join(ulimits(limits))} || exit 125; {START_SCRIPT}"
     return ["bash", "--norc", "--noprofile", "-c", init, script, *arguments]
 
 
-_START_SCRIPT = """trap '' HUP INT QUIT TERM USR1 USR2; . "$0" <&0 & exec <&- >&- 2>&-; wait $!"""
+START_SCRIPT = """trap '' HUP INT QUIT TERM USR1 USR2; . "$0" <&0 & exec <&- >&- 2>&-; wait $!"""
 """The channel is closed in process 1, so that it ends with the script."""
 
 

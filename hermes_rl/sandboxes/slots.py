@@ -178,7 +178,7 @@ class Home:
         return box
 
     def memory_folder(self, box: Path) -> Path:
-        """A new folder in memory for a box's small files; the box itself where there is no storage.
+        """A new folder in memory for a sandbox's small files; `box` where there is no storage.
 
         Memory spares a file system that writes out what is replaced, or is slow to make files.
         """

@@ -22,11 +22,11 @@ import time
 
 PATIENCE_S = 20.0
 SHALLOW = 2
-"""Levels of folders below a box that are removed by name."""
+"""Levels of folders below a sandbox's folder that are removed by name."""
 CONTAINERS = "containers"
 """File of a lease with the socket of an engine and, line by line, what the lease has of it."""
 MARK = "HERMES_RL_LEASE"
-"""Variable that names the box of a process which runs in no sandbox (see `none`)."""
+"""Variable that names the folder of a process which runs in no sandbox (see `none`)."""
 
 
 def memory_folder(state: str) -> str:

@@ -154,7 +154,7 @@ class Launcher:
         """Run one function of a file on a backend.
 
         Args:
-            engine: name, socket and image, for containers; None for bubblewrap.
+            engine: name, socket or program, and image, for containers; None for bubblewrap.
 
         Raises: AssertionError with its traceback.
         """

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hermes_rl.sandboxes import Bubblewrap, Containers, SandboxSpec
+from hermes_rl.sandboxes import Apptainer, Bubblewrap, Containers, SandboxSpec
 
 
 @cache
@@ -46,11 +46,24 @@ class WithImage(Containers):
         return await super().lease(replace(spec, image=spec.image or self.default))
 
 
+class ApptainerWithImage(Apptainer):
+    """The same."""
+
+    default = ""
+
+    async def lease(self, spec: SandboxSpec) -> Any:
+        return await super().lease(replace(spec, image=spec.image or self.default))
+
+
 def backend_of(state: Path, binary: str, engine: Mapping[str, str] | None) -> Any:
-    """bubblewrap, or containers of an engine: its name, socket, and an image."""
+    """bubblewrap, or containers of an engine: its name, socket or program, and an image."""
     if engine is None:
         return Bubblewrap(state_dir=state, binary=binary)
-    made = WithImage(engine["name"], socket_path=engine["socket"], state_dir=state)
+    made: WithImage | ApptainerWithImage
+    if engine["name"] == "apptainer":
+        made = ApptainerWithImage(program=engine["program"], state_dir=state)
+    else:
+        made = WithImage(engine["name"], socket_path=engine["socket"], state_dir=state)
     made.default = engine["image"]
     return made
 

@@ -1,0 +1,634 @@
+"""Sandboxes of apptainer (or singularity), for machines that have nothing else for containers.
+
+One `apptainer exec` per lease, held open: it runs the supervisor of `shell` over its standard input
+and output. The image stays as it is; what is written goes to an overlay folder of the lease, and
+workspace, /tmp and control directory are folders of the host that are bound into the container.
+
+A container of apptainer has the rights of whoever starts it, so root may not start one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hermes_rl.aio import in_thread
+from hermes_rl.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxKilled,
+    SandboxStartError,
+    SnapshotLost,
+    TaskFault,
+)
+from hermes_rl.sandboxes import grading, limits, processes, recipe
+from hermes_rl.sandboxes.base import (
+    GradingResult,
+    GradingSpec,
+    SandboxInfo,
+    SandboxLimits,
+    SandboxSpec,
+)
+from hermes_rl.sandboxes.box import Launch, exited, gone, start
+from hermes_rl.sandboxes.files import Beneath
+from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.image_changes import Relied, Upper, listing_script, read_listing, replaced
+from hermes_rl.sandboxes.session import (
+    FolderSandbox,
+    encode,
+    environment_file,
+    restored,
+    save_folder,
+    start_shell,
+)
+from hermes_rl.sandboxes.shell import (
+    Ended,
+    HeadTail,
+    Shell,
+    ShellLost,
+    ShellPaths,
+    supervisor_text,
+)
+from hermes_rl.sandboxes.slots import Home, Storage
+from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
+from hermes_rl.sandboxes.watchdog import remove_tree
+
+PROGRAMS = ("apptainer", "singularity")
+_END_S = 10.0
+_PASSED_ON = ("PATH", "HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "XDG_RUNTIME_DIR")
+"""Of our environment; the container sees it in /proc/1."""
+_NOT_OF_IMAGE = (
+    "APPTAINER",
+    "SINGULARITY",
+    "HOME",
+    "PWD",
+    "SHLVL",
+    "PS1",
+    "PROMPT_COMMAND",
+    "LANG",
+    "_",
+)
+"""Variables of a container that are not its image's."""
+_IS_NAMESPACE = "read -r _ _ hx </proc/self/uid_map; ((hx == 4294967295)) ||"
+"""Else a limit of processes would be one of all that its user has."""
+
+
+def find_program() -> str:
+    """The program. Raises: SandboxStartError."""
+    found = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if found is None:
+        raise SandboxStartError("no apptainer: install the package apptainer, version 1.1 or newer")
+    return found
+
+
+@dataclass(frozen=True)
+class Folders:
+    """What one lease has on the host."""
+
+    home: Path
+    memory: Path
+    """Its small files that every command writes."""
+
+    @property
+    def control(self) -> Path:
+        """The control directory."""
+        return self.memory / "ctl"
+
+    @property
+    def workspace(self) -> Path:
+        """The workspace."""
+        return self.home / "ws"
+
+    @property
+    def upper(self) -> Path:
+        """What was written over the image."""
+        return self.home / "over" / "upper"
+
+    def make(self) -> None:
+        """Make all of them."""
+        for path in (self.control, self.memory / "state", self.workspace, *self.temporary):
+            path.mkdir(mode=0o700)
+        make_overlay(self.home / "over")
+
+    def binds(self) -> list[str]:
+        """Where the container finds them."""
+        return [
+            f"{self.control}:{recipe.CONTROL}:ro",
+            f"{self.memory / 'state'}:{recipe.STATE}",
+            f"{self.workspace}:{recipe.WORKSPACE}",
+            *temporary_binds(self.temporary),
+        ]
+
+    @property
+    def temporary(self) -> list[Path]:
+        """Its temporary folders, on the disk: apptainer's own are not bounded."""
+        return [self.home / name for name in ("tmp", "shm")]
+
+    def remove(self) -> None:
+        """Remove all of them. Blocks."""
+        remove_tree(self.memory)
+        remove_tree(self.home)
+
+
+def temporary_binds(folders: Sequence[Path]) -> list[str]:
+    """Where a container finds its temporary folders."""
+    return [f"{path}:{place}" for path, place in zip(folders, ("/tmp", "/dev/shm"), strict=True)]
+
+
+def make_overlay(folder: Path) -> None:
+    """An empty overlay, as apptainer wants it."""
+    for path in (folder, folder / "upper", folder / "work"):
+        path.mkdir(mode=0o755)
+
+
+def arguments(
+    image: str,
+    binds: Sequence[str],
+    overlays: Sequence[str],
+    command: Sequence[str],
+    *,
+    network: bool,
+) -> list[str]:
+    """The command line behind the program's name."""
+    return [
+        *("exec", "--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths"),
+        *(() if network else ("--net", "--network", "none")),
+        *(part for overlay in overlays for part in ("--overlay", overlay)),
+        *(part for bind in binds for part in ("--bind", bind)),
+        *("--pwd", "/"),
+        image,
+        *command,
+    ]
+
+
+def inside(script: str, most: SandboxLimits, *rest: str) -> list[str]:
+    """The command in the container: a bash that bounds itself, runs a script and ends with it.
+
+    Args:
+        script: its path in the container.
+        rest: its arguments; the last one names the lease to the reaper.
+    """
+    _, processes_, *bounds = recipe.ulimits(most)
+    text = (
+        f"{_IS_NAMESPACE} ulimit -u {processes_} || exit 125; unset hx; "
+        f"ulimit {' '.join(bounds)} || exit 125; "
+        "unset ${!APPTAINER*} ${!SINGULARITY*} PROMPT_COMMAND LD_LIBRARY_PATH; "
+        f"export LANG={recipe.LANG} SHELL=/bin/bash; {recipe.START_SCRIPT}"
+    )
+    return ["/bin/bash", "--norc", "--noprofile", "-c", text, script, *rest]
+
+
+class Container:
+    """A started `apptainer exec` (see `processes.Tree`)."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.init = 0
+        """The host's id of process 1 of the container; 0 before `follow`."""
+        self._first = self._supervisor = 0
+        self._pidfd = -1
+        self._proc: processes.Proc | None = None
+        self._ending: asyncio.Task[int] | None = None
+
+    async def follow(self) -> None:
+        """Find the inside, and end it with apptainer, which it would outlive. Raises: OSError."""
+        await asyncio.to_thread(self._attach)
+        self._ending = asyncio.create_task(self._ended())
+
+    def _attach(self) -> None:
+        below = [proc.pid for proc in processes.descendants(self.process.pid)]
+        inits = [pid for pid in below if processes.inside_pid(pid) == 1]
+        if not inits:
+            raise OSError("its process 1 cannot be found")
+        self._pidfd = os.pidfd_open(inits[0])
+        self.init, self._proc = inits[0], processes.find(inits[0])
+        # apptainer's own process 1, if there is one, has our bash as its child.
+        bashes = [pid for pid in (self.init, *processes.children(self.init)) if _is_bash(pid)]
+        if not bashes:
+            raise OSError("its first shell cannot be found")
+        self._first = bashes[0]
+
+    def supervisor(self) -> int:
+        """The first child of the first shell."""
+        if not self._supervisor and self._first:
+            self._supervisor = next(iter(processes.children(self._first)), 0)
+        return self._supervisor
+
+    def variables(self) -> dict[str, str]:
+        """Those that the image brings. Blocks. Raises: OSError."""
+        data = Path(f"/proc/{self._first}/environ").read_bytes().decode("utf-8", "replace")
+        pairs = (text.partition("=")[::2] for text in data.split("\0") if "=" in text)
+        return {
+            name: value
+            for name, value in pairs
+            if not name.startswith(_NOT_OF_IMAGE[:2])
+            and name not in _NOT_OF_IMAGE
+            and not value.startswith("/.singularity.d/")
+        }
+
+    @property
+    def in_namespace(self) -> bool:
+        """It has a user namespace of its own, in which the number of processes is bounded."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self._first}/uid_map").read_text().split()[2:] != ["4294967295"]
+        return False
+
+    def orphans(self) -> processes.Snapshot:
+        """Children of process 1, but the first shell."""
+        alive = self._proc is not None and self._proc.alive()
+        found = processes.children(self.init) if alive else []
+        return processes.snapshot([pid for pid in found if pid != self._first], below=False)
+
+    def send(self, processes_: Iterable[processes.Proc], number: int) -> None:
+        """See `processes.Tree`."""
+        processes.signal_all(processes_, number)
+
+    def end_process(self, inside: int) -> None:
+        """See `processes.Tree`."""
+        processes.end_inside(self.init, inside)
+
+    def _end_init(self) -> bool:
+        """SIGKILL process 1, and with it all in the container. False when it is gone."""
+        if self._pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    async def ended(self) -> int:
+        """Wait until all of it is gone. Its code; negative when apptainer was ended from outside,
+        which is when its container was still there."""
+        return await (self._ended() if self._ending is None else asyncio.shield(self._ending))
+
+    async def _ended(self) -> int:
+        code = await exited(self.process)
+        if self._end_init():
+            await gone(self._pidfd)
+            return code
+        return 128 - code if code < 0 and self.init else code
+
+    async def end(self) -> int:
+        """See `processes.Tree`."""
+        if not self._end_init():
+            await asyncio.to_thread(self._end_starting)
+        try:
+            async with asyncio.timeout(_END_S):
+                return await self.ended()
+        except TimeoutError:
+            self.process.kill()
+            return await self.ended()
+
+    def _end_starting(self) -> None:
+        """The same before process 1 is known. Blocks."""
+        root = processes.find(self.process.pid)
+        if root is not None and self.process.poll() is None and not self.init:
+            processes.stop_tree(root)
+            processes.end_tree(root)
+
+    def close(self) -> None:
+        """Close our descriptors. Idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _is_bash(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/bin/bash\0--norc\0")
+    return False
+
+
+class Apptainer:
+    """The backend: one per process.
+
+    Args:
+        state_dir: where sandboxes' folders go; None is a folder of this user below the machine's
+            temporary folder.
+        program: the apptainer to use; None takes the one on PATH.
+    """
+
+    name = "apptainer"
+    watch_s = 3.0
+    """Between two looks at what sandboxes have written."""
+
+    def __init__(self, *, state_dir: Path | None = None, program: str | None = None) -> None:
+        self._state_dir, self.program = state_dir, program
+        self._home: Home | None = None
+        self._opening = asyncio.Lock()
+        self._live: set[ApptainerSandbox] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._relied: dict[str, Relied] = {}
+
+    async def _open(self) -> Home:
+        async with self._opening:
+            if self._home is None:
+                self._home = await asyncio.to_thread(self._prepare)
+                self._watcher = asyncio.create_task(self._watch())
+            return self._home
+
+    def _prepare(self) -> Home:
+        if os.geteuid() == 0:
+            raise SandboxStartError(
+                "apptainer gives root's containers root's rights: start the run as an ordinary "
+                "user, or use --sandbox bubblewrap"
+            )
+        self.program = self.program or find_program()
+        home = Home(self._state_dir)
+        home.guard()
+        if any(mark in str(home.root) for mark in ":,"):
+            home.close()
+            raise SandboxStartError(f"{home.root}: apptainer binds no folder with ':' or ','")
+        return home
+
+    def start(self, argv: Sequence[str], stdio: socket.socket) -> Container:
+        """Start an apptainer; `stdio` is closed here. Raises: SandboxStartError."""
+        assert self.program is not None
+        env = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        with stdio:
+            try:
+                return Container(start(Launch([self.program, *argv], self.program, env=env), stdio))
+            except OSError as error:
+                raise SandboxStartError(f"cannot start {self.program}: {error}") from error
+
+    async def lease(self, spec: SandboxSpec) -> ApptainerSandbox:
+        """Start a container.
+
+        Raises: SandboxStartError, also for a network that is a list of hosts; TaskFault when no
+            image is named, or it cannot be had.
+        """
+        if spec.image is None:
+            raise TaskFault(
+                "an apptainer sandbox needs an image: name a .sif file, a root file system or "
+                "docker://NAME with --image, or as the row's"
+            )
+        if not isinstance(spec.network, bool):
+            raise SandboxStartError(
+                "--sandbox apptainer cannot limit the network to hosts: use --network off or on, "
+                "or --sandbox bubblewrap"
+            )
+        home = await self._open()
+        made = home.new_box()
+        try:
+            folders = Folders(made, home.memory_folder(made))
+            return await self._lease(spec, folders)
+        except OSError as error:
+            raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
+
+    async def _lease(self, spec: SandboxSpec, folders: Folders) -> ApptainerSandbox:
+        try:
+            await asyncio.to_thread(folders.make)
+            if spec.snapshot is not None:
+                await self._put_back(folders, spec.snapshot.folder)
+            tree, shell = await self._start(spec, folders)
+        except BaseException:
+            await asyncio.shield(in_thread(folders.remove))
+            raise
+        sandbox = ApptainerSandbox(self, spec, folders, tree, shell)
+        self._live.add(sandbox)
+        try:
+            sandbox.variables = await asyncio.to_thread(tree.variables)
+            if (image := str(spec.image)) not in self._relied:
+                self._relied[image] = await sandbox.listing()
+            sandbox.relied = self._relied[image]
+        except BaseException:
+            await asyncio.shield(sandbox.aclose())
+            raise
+        if spec.snapshot is not None:
+            await restored(sandbox, spec.snapshot)
+        return sandbox
+
+    async def _put_back(self, folders: Folders, saved: Path) -> None:
+        try:
+            await in_thread(unpack, saved / WORKSPACE, folders.workspace, None)
+            await in_thread(unpack, saved / ROOT, folders.upper, None)
+        except OSError as error:
+            raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
+
+    async def _start(self, spec: SandboxSpec, folders: Folders) -> tuple[Container, Shell]:
+        control = folders.control
+        variables = recipe.environment(recipe.WORKSPACE, spec.env)
+        if "PATH" not in spec.env:
+            del variables["PATH"]  # the image's
+        (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
+        (control / "supervisor").write_text(supervisor_text())
+        tag = f"{folders.home.name}:{spec.lease}"
+        command = inside(
+            f"{recipe.CONTROL}/supervisor", spec.limits, recipe.CONTROL, recipe.STATE, tag
+        )
+        argv = arguments(
+            str(spec.image),
+            folders.binds(),
+            [str(folders.upper.parent)],
+            command,
+            network=spec.network is True,
+        )
+
+        async def launch(stdio: socket.socket) -> Container:
+            return self.start(argv, stdio)
+
+        paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
+        return await start_shell(paths, launch, partial(explain, str(spec.image)), Container.follow)
+
+    async def grade(self, sandbox: ApptainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
+        """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
+        TaskFault."""
+        folders = sandbox.folders
+        stage = folders.home / name
+        try:
+            if spec.image is None:
+                places = (*spec.mounts, recipe.WORKSPACE, grading.HOME, grading.VERIFY)
+                found = await in_thread(replaced, sandbox.relied, Upper(folders.upper), places)
+                if found is not None:
+                    return grading.refused(f"the agent replaced {found}, which grading relies on")
+            stage.mkdir(mode=0o700)
+            work = partial(self._stage, sandbox, spec, stage)
+            argv = await pack_in_thread(folders.workspace, work)
+
+            async def launch(stdio: socket.socket) -> Container:
+                return self.start(argv, stdio)
+
+            return await grading.judge(spec, stage / "ctl", launch, Container.follow)
+        except Unpackable as error:
+            return grading.refused(error)
+        except OSError as error:
+            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
+        finally:
+            await asyncio.shield(in_thread(remove_tree, stage))
+
+    def _stage(
+        self, sandbox: ApptainerSandbox, spec: GradingSpec, stage: Path, packing: Packing
+    ) -> list[str]:
+        """Everything that a grading container needs; its command line. Blocks."""
+        control, verify, home = (stage / name for name in ("ctl", "verify", "home"))
+        temporary = [stage / name for name in ("tmp", "shm")]
+        for path in (control, verify, home, *temporary):
+            path.mkdir(mode=0o700)
+        paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
+        variables = sandbox.variables if spec.image is None else {}
+        grading.write_stage(control, verify, spec, paths, variables)
+        packing.copy(stage / "ws")
+        make_overlay(stage / "over")
+        binds = [
+            f"{control}:{recipe.CONTROL}:ro",
+            f"{verify}:{grading.VERIFY}:ro",
+            f"{home}:{grading.HOME}",
+            f"{stage / 'ws'}:{recipe.WORKSPACE}",
+            *temporary_binds(temporary),
+        ]
+        for number, (place, folder) in enumerate(spec.mounts.items()):
+            shown = stage / f"mount{number}"
+            if folder and not (verify / folder).resolve().is_relative_to(verify.resolve()):
+                raise TaskFault(
+                    f"verify.mounts: {folder!r} is not a folder of the verifier's files"
+                )
+            if folder and (verify / folder).is_dir():
+                shutil.copytree(verify / folder, shown)
+            else:
+                shown.mkdir()
+            binds.append(f"{shown}:{place}")
+        # The agent's changes of its own image are below what the verifier writes.
+        below = [f"{sandbox.folders.upper.parent}:ro"] if spec.image is None else []
+        tag = f"{sandbox.folders.home.name}:{sandbox.spec.lease}"
+        return arguments(
+            spec.image or str(sandbox.spec.image),
+            binds,
+            [*below, str(stage / "over")],
+            inside(f"{recipe.CONTROL}/start", sandbox.spec.limits, tag),
+            network=False,
+        )
+
+    async def _watch(self) -> None:
+        """Look at sandboxes in which something runs: a limit may be exceeded at any time."""
+        while True:
+            await asyncio.sleep(self.watch_s)
+            for sandbox in [*self._live]:
+                with contextlib.suppress(SandboxError, OSError):
+                    await sandbox.look()
+
+    def forget(self, sandbox: ApptainerSandbox) -> None:
+        """A sandbox is closed."""
+        self._live.discard(sandbox)
+
+    async def aclose(self) -> None:
+        """End all sandboxes of this process."""
+        await asyncio.gather(*(sandbox.aclose() for sandbox in [*self._live]))
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        if self._home is not None:
+            await asyncio.to_thread(self._home.close)
+            self._home = None
+
+
+def explain(image: str, message: str) -> str:
+    """Why a container did not start, in one line."""
+    lines = [line for line in message.splitlines() if "WARNING" not in line and line.strip()]
+    last = " ".join((lines or [message])[-1].split())[:300]
+    if "network" in last.lower():
+        return f"apptainer cannot cut the network here ({last}): use --network on"
+    return f"apptainer did not start {image}: {last}"
+
+
+class ApptainerSandbox(FolderSandbox):
+    """See `base.Sandbox`."""
+
+    _tree: Container
+
+    def __init__(
+        self,
+        backend: Apptainer,
+        spec: SandboxSpec,
+        folders: Folders,
+        tree: Container,
+        shell: Shell,
+    ) -> None:
+        most = spec.limits
+        bounds: dict[str, object] = {
+            "address_space_bytes_per_process": most.memory_bytes,
+            "file_bytes": most.file_bytes,
+            "workspace_bytes": most.workspace_bytes,
+            "workspace_files": most.workspace_files,
+            "workspace_held_by": "watching",
+        }
+        if tree.in_namespace:
+            bounds["processes"] = most.processes
+        info = SandboxInfo(backend.name, spec.image, bounds)
+        super().__init__(info, tree, shell, recipe.WORKSPACE, Beneath(folders.workspace))
+        self.spec, self.folders = spec, folders
+        self.relied = Relied((), (), (), ())
+        self.variables: Mapping[str, str] = {}
+        self._backend = backend
+        self._storage = Storage(folders.home, None, most)
+
+    @property
+    def host_pid(self) -> int:
+        """The process id of apptainer: what an operator, or a test, may kill."""
+        return self._tree.process.pid
+
+    async def listing(self) -> Relied:
+        """What verifiers rely on of the image, before an agent can change any of it."""
+        sink = HeadTail(1 << 17)
+        await self._execute("i", encode(listing_script(self.variables)), sink, 60.0)
+        return read_listing(sink.text())
+
+    async def look(self) -> None:
+        """Hold it against the limits of what it may write. Raises: SandboxKilled; OSError."""
+        if self._shell.lost.is_set():
+            return
+        folders = [self.folders.workspace, *self.folders.temporary, self.folders.upper]
+        usage = await asyncio.to_thread(
+            limits.measure,
+            self._storage,
+            [Beneath(path) for path in folders],
+            self._tree.init,
+            (),
+        )
+        if (excess := usage.excess(self.spec.limits)) is not None:
+            await self._end(SandboxKilled(f"the sandbox exceeded its limits: {excess}"))
+
+    async def _save_files(self, folder: Path) -> None:
+        """See `ShellSandbox`."""
+        await super()._save_files(folder)
+        await save_folder(self.folders.upper, folder / ROOT)
+
+    async def _after(self, ended: Ended) -> None:
+        self._raise_if_dead()
+
+    def _check_workspace(self) -> None:
+        if not self.folders.workspace.is_dir():
+            raise SandboxDied("the workspace vanished")
+
+    async def _classify(self, lost: ShellLost) -> SandboxError:
+        """As for bubblewrap: apptainer itself is out of the agent's reach."""
+        if lost.vanished:
+            error: SandboxError = SandboxDied("the folders of the sandbox vanished")
+            await self._end(error)
+            return error
+        try:
+            async with asyncio.timeout(_END_S if self._shell.lost.is_set() else 0):
+                code = await self._tree.ended()
+        except TimeoutError:
+            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            await self._end(error)
+            return error
+        if code < 0:
+            return SandboxDied(f"apptainer was ended by signal {-code} from outside")
+        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
+
+    async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
+        return await self._backend.grade(self, spec, name)
+
+    async def _give_back(self) -> None:
+        await in_thread(self.folders.remove)
+        self._backend.forget(self)
