@@ -140,7 +140,7 @@ _T = TypeVar("_T")
 
 
 async def to_end(work: Awaitable[_T]) -> _T:
-    """Await something; a cancellation is raised only once it has ended by itself."""
+    """Await work to its end; a cancellation is raised after that."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -156,7 +156,6 @@ async def to_end(work: Awaitable[_T]) -> _T:
 
 
 async def in_thread(work: Callable[..., _T], *args: object) -> _T:
-    """Run blocking work in a thread, to its end: what it writes is never still being written when
-    the caller has moved on.
-    """
+    """Run blocking work in a thread to its end: a cancelled caller continues only when the thread
+    has stopped writing."""
     return await to_end(asyncio.to_thread(work, *args))

@@ -41,7 +41,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Of the attempt that wrote it."""
     progress: Progress
     events: list[Event]
-    """All that happened but the attempts' beginnings."""
+    """All events except the starts of attempts."""
     spent: dict[str, int] = {}
     """Of the unit's budgets, by name."""
 
@@ -51,7 +51,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return [event.message for event in self.events if isinstance(event, MessageAdded)]
 
     def resumed(self) -> Resumed:
-        """What an attempt that resumes from here records."""
+        """The event of an attempt that resumes from here."""
         key = self.key
         return Resumed(
             trajectory_id=trajectory_id(key.unit_id, key.epoch, key.attempt),
@@ -92,9 +92,8 @@ class Checkpoints:
         spent: Mapping[str, int],
         sandbox: Sandbox | None,
     ) -> bool:
-        """Write one, in the place of the unit's earlier ones. False when processes still run in the
-        sandbox, or it cannot be written: a rollout never fails for that.
-        """
+        """Write a checkpoint that replaces earlier ones of the unit. Returns False when processes
+        run in the sandbox, or writing fails, which never fails a rollout."""
         happened = whole_rollout(events)
         kept: list[Event] = [e for e in happened if not isinstance(e, Begun | Ended)]
         checkpoint = Checkpoint(key=key, progress=progress, events=kept, spent=dict(spent))
@@ -138,8 +137,8 @@ class Checkpoints:
 
 
 def may_resume(cause: str | None) -> bool:
-    """Whether a later attempt may resume from the checkpoint of one with this cause: it failed for
-    a reason that was not the rollout's. None is the cause of one that did not fail."""
+    """Whether a later attempt may resume from the checkpoint of one with this cause: the rollout
+    did not cause the failure. None is the cause of an attempt that did not fail."""
     return cause is not None and cause != "stalled" and CAUSES[cause].retry
 
 

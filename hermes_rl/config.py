@@ -98,15 +98,15 @@ def _remove(folder: Path, owner: int) -> None:
 _log = logging.getLogger(__name__)
 
 LineOf = Callable[[str], int | None]
-"""Dotted key -> its line in the file, or that of the nearest section around it."""
+"""Dotted key -> its line in the file, or that of its section."""
 
 
-class _KeyTwice(yaml.MarkedYAMLError):
-    """A mapping names a key a second time."""
+class _DuplicateKey(yaml.MarkedYAMLError):
+    """A mapping has a duplicate key."""
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """Refuses a key given twice, where YAML itself would drop the first value in silence."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which YAML itself would silently drop the first."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -115,22 +115,21 @@ class _EachKeyOnce(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     where = key.start_mark
-                    raise _KeyTwice(None, None, f"duplicate key '{key.value}'", where)
+                    raise _DuplicateKey(None, None, f"duplicate key '{key.value}'", where)
                 seen.add(key.value)
         return node
 
 
 def read_mapping(path: Path, model: type[BaseModel]) -> tuple[dict[str, Any], LineOf]:
-    """The mapping in a YAML file.
+    """Read the mapping in a YAML file.
 
     Args:
-        model: what the file configures: of a run that another version wrote, keys that it does not
-            have are left out.
+        model: of the file's content; unknown keys in a run of another version are ignored.
 
     Raises: UserError when the file is absent, not YAML, or not a mapping.
     """
     try:
-        loader = _EachKeyOnce(path.read_text(encoding="utf-8"))
+        loader = _UniqueKeyLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except OSError as error:
@@ -142,16 +141,16 @@ def read_mapping(path: Path, model: type[BaseModel]) -> tuple[dict[str, Any], Li
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        twice = error.problem if isinstance(error, _KeyTwice) else "not valid YAML"
+        twice = error.problem if isinstance(error, _DuplicateKey) else "not valid YAML"
         raise UserError(f"{path}{line}: {twice}. Fix that line") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold sections such as 'dataset:' and 'model:'")
-    if _of_another_version(path):
-        _take_out_unknown(data, model, path)
+    if _is_of_another_version(path):
+        _remove_unknown_keys(data, model, path)
     return data, partial(_line_of, node)
 
 
-def _of_another_version(path: Path) -> bool:
+def _is_of_another_version(path: Path) -> bool:
     """Whether it is the run.yaml of a run that another version of hermes_rl wrote."""
     try:
         manifest = json.loads(path.with_name("manifest.json").read_bytes())
@@ -160,8 +159,8 @@ def _of_another_version(path: Path) -> bool:
         return False
 
 
-def _take_out_unknown(data: dict[str, Any], model: type[BaseModel], path: Path) -> None:
-    """Take out the keys that this version does not have; each is named in a warning."""
+def _remove_unknown_keys(data: dict[str, Any], model: type[BaseModel], path: Path) -> None:
+    """Remove keys that this version does not have, with a warning."""
     try:
         model.model_validate(data)
     except ValidationError as error:
@@ -172,18 +171,18 @@ def _take_out_unknown(data: dict[str, Any], model: type[BaseModel], path: Path) 
                 inner = inner[section]
             del inner[key]
             name = ".".join(map(str, (*sections, key)))
-            _log.warning("%s: '%s' is no key of this version and is left out", path, name)
+            _log.warning("%s: '%s' is not a key of this version and is ignored", path, name)
 
 
 def _why(path: Path, error: OSError) -> str:
-    """Why a file cannot be read, and the name of one beside it that was probably meant."""
+    """Why a file cannot be read, and a file with a similar name."""
     why, near = error.strerror or str(error), nearest_file(path)
     hint = f" (did you mean {str(path.with_name(near))!r}?)" if near and not path.exists() else ""
     return why[0].lower() + why[1:] + hint
 
 
 def _line_of(node: yaml.Node | None, key: str) -> int | None:
-    """The line of a dotted key, or of the last part of it that is there."""
+    """The line of a dotted key, or of its last part that exists."""
     line = None
     for name in key.split("."):
         if isinstance(node, yaml.SequenceNode) and name.isdecimal() and int(name) < len(node.value):
@@ -201,10 +200,10 @@ Dollar = Annotated[float, Field(gt=0, le=1_000_000_000, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 PLAYED_MODELS = ("oracle", "noop")
-"""Models that are played by the harness: no endpoint, no tokens."""
+"""Models that the harness plays, without an endpoint and tokens."""
 
 LOCAL_MODELS = ("local", "local-tiny")
-"""Embedded models: served from this machine, for trying the machinery."""
+"""Embedded models, which run on this machine for trying the product."""
 
 
 def _workers(value: Any) -> Any:
@@ -227,9 +226,9 @@ class DatasetSection(Section):
 
     path: str
     """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`).
-    A program may pass an iterable of rows: they are written to a file, whose path this is then."""
+    A program may pass an iterable of rows, which are written to a file."""
     map: dict[str, str] = Field(default_factory=dict)
-    """Our column name -> the dataset's."""
+    """Column name of hermes_rl -> that of the dataset."""
     limit: Positive | None = None
     """Only the first rows."""
     repeats: Positive = 1
@@ -237,7 +236,7 @@ class DatasetSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_rows(cls, value: Any) -> Any:
+    def _write_rows(cls, value: Any) -> Any:
         path = value.get("path") if isinstance(value, dict) else None
         if isinstance(path, Path):
             return {**value, "path": str(path)}
@@ -251,15 +250,14 @@ class ModelSection(PolicySamplingSection):
     """Identity: who answers, and how it is sampled."""
 
     name: str
-    """With a mix it is only what the run is called by."""
+    """With a mix it is only the name of the run."""
     mix: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
-    """Models and their weights: one is drawn for each unit, by the unit's seed, and answers all of
-    its calls. The weights are shares of their sum. Those that are not at the run's endpoint have a
-    place in `endpoint.places`."""
+    """Models and their relative weights. One is drawn for each unit by its seed and answers all of
+    its calls. Models at other endpoints have a place in `endpoint.places`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _call_it(cls, value: Any) -> Any:
+    def _set_default_name(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("mix") and "name" not in value:
             return {**value, "name": "mix"}
         return value
@@ -273,20 +271,20 @@ class BuildSection(Section):
     ca: bool = False
     """Show this machine's certificates to builds."""
     env: tuple[str, ...] = ()
-    """Variables, by name, that the shell of `RUN` sees; no image keeps them."""
+    """Names of variables for the shell of `RUN`; images do not keep them."""
     jobs: Positive = 2
     """Builds at a time."""
 
 
 class SandboxLimitsSection(Section):
-    """Identity where one is set: what each sandbox may use. A row may set a lower one."""
+    """Limits of each sandbox; identity when set. A row may set lower ones."""
 
     cpus: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] | None = None
-    """CPUs' worth of time; None bounds nothing."""
+    """Number of CPUs; None is unlimited."""
     memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY)] | None = None
     """Of the sandbox, and address space of each process; None is 2 GiB."""
     storage_bytes: Annotated[int, Field(ge=LEAST_STORAGE)] | None = None
-    """Of the workspace and what is written over an image; None is 2 GiB."""
+    """Of the workspace and files written over an image; None is 2 GiB."""
 
 
 def _network(value: Any) -> Any:
@@ -380,25 +378,21 @@ class RunSection(Section):
     unit_budget_tokens: Positive | None = None
     """Input and output tokens that one attempt may use, like `unit_budget_usd`."""
     allow_unpriced: bool = False
-    """Start a run with a budget in dollars though a model has no price: its calls are not bounded.
-    """
+    """Allow a budget in dollars with unpriced models, whose calls it does not limit."""
     publish_every_s: Seconds = 300.0
     probe: Literal["free", "full"] = "free"
-    """What is asked of the endpoint before the first unit: `free` its list of models, `full` also
-    what `doctor models` asks, at most seven small calls, listed in manifest.json with their usage.
-    """
+    """Probe of the endpoint before the first unit: `free` reads its list of models, `full` also
+    makes the calls of `doctor models`: at most seven, listed in manifest.json with their usage."""
     keep_workspaces: bool = False
-    """Keep the workspace that each rollout left in the run directory, so that it can be graded
-    again (`hermes-rl env regrade`)."""
+    """Store the workspace of each rollout in the run directory for `hermes-rl env regrade`."""
     checkpoint_turns: Positive | None = None
-    """Turns after which a checkpoint of each rollout is kept, so that one that is cut resumes from
-    there; None keeps none."""
+    """Turns between checkpoints of a rollout, from which it resumes; None keeps none."""
     lease_s: Seconds = 30.0
-    """How long a worker lives without hearing from its driver."""
+    """How long a worker runs without a message from its driver."""
 
 
 class RunConfig(Section):
-    """Everything that `hermes-rl run` can be told."""
+    """The whole configuration of `hermes-rl run`."""
 
     dataset: DatasetSection
     model: ModelSection
@@ -406,15 +400,15 @@ class RunConfig(Section):
     sandbox: SandboxSection = SandboxSection()
     endpoint: EndpointSection = EndpointSection()
     providers: dict[str, ProviderSection] = Field(default_factory=dict)
-    """Providers of the user's own, and other facts of known ones; not identity."""
+    """User-defined providers, and changed facts of known ones; not identity."""
     run: RunSection = RunSection()
     env: EnvSection | None = None
-    """An RL environment whose tasks stand in the place of a dataset; identity."""
+    """An RL environment whose tasks replace the dataset; identity."""
 
     @model_validator(mode="before")
     @classmethod
-    def _tasks_of_env(cls, value: Any) -> Any:
-        """With an environment there is no path to say."""
+    def _set_env_path(cls, value: Any) -> Any:
+        """Set the path of the dataset to `env:NAME` with an environment."""
         if not isinstance(value, dict) or not isinstance(value.get("env"), dict | EnvSection):
             return value
         env, dataset = value["env"], value.get("dataset") or {}
@@ -425,9 +419,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _refuse(self) -> Self:
-        self._refuse_half_characters()
+        self._refuse_invalid_text()
         self._refuse_models()
-        self._refuse_idle_budgets()
+        self._refuse_unused_budgets()
         self._refuse_idle_context()
         if self.run.checkpoint_turns is not None and self.env is not None:
             raise UserError(
@@ -462,8 +456,8 @@ class RunConfig(Section):
                 "Use the default sandbox, or add --allow-unsandboxed"
             )
 
-    def _refuse_idle_budgets(self) -> None:
-        """Budgets of models that no call asks: they would bind nothing."""
+    def _refuse_unused_budgets(self) -> None:
+        """Refuse budgets of models that the run does not call."""
         where, models = self.endpoint, self.model.mix or (self.model.name,)
         places = {name: place.model for name, place in where.places.items()}
         used = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
@@ -496,8 +490,8 @@ class RunConfig(Section):
                 "or add --set agent.switches.compress_context=true"
             )
 
-    def _refuse_half_characters(self) -> None:
-        """Texts that no file can hold: arguments of a shell that are no UTF-8."""
+    def _refuse_invalid_text(self) -> None:
+        """Refuse texts that cannot be stored, such as shell arguments that are not valid UTF-8."""
         text = json.dumps(self.model_dump(mode="python"), ensure_ascii=False, default=str)
         try:
             text.encode()
@@ -506,7 +500,7 @@ class RunConfig(Section):
             raise UserError(f"not valid UTF-8 text: {near!a}. Write it in UTF-8") from None
 
     def _refuse_models(self) -> None:
-        """Models that cannot stand where they do."""
+        """Refuse models where they cannot be used."""
         built_in = (*PLAYED_MODELS, *LOCAL_MODELS)
         if self.model.mix and self.model.name in built_in:
             raise UserError(f"a mix cannot be called {self.model.name}. Leave model.name out")
@@ -522,7 +516,7 @@ class RunConfig(Section):
             return
         if self.model.name in built_in and not self.model.mix and self.endpoint.base_url is None:
             raise UserError(
-                f"'endpoint.fallbacks' stands beside the model {self.model.name}, "
+                f"'endpoint.fallbacks' is set with the model {self.model.name}, "
                 "which needs none. Take it out"
             )
         if self.agent.preset == "rl":
@@ -538,7 +532,7 @@ class ModelConfig(ConnectionSection, PolicySamplingSection):
     name: str
     api_key: SecretStr | None = None
     key_command: Annotated[str, Field(min_length=1)] | None = None
-    """Prints the key, for one that does not live long; see `endpoint.key_commands` of a run."""
+    """Prints a short-lived key; see `endpoint.key_commands` of a run."""
 
 
 def parse_config(
@@ -565,7 +559,7 @@ def check_keys(
     written: Mapping[str, str] | None = None,
     line_of: LineOf | None = None,
 ) -> None:
-    """Refuse unknown keys and wrong values, and nothing that is only missing as yet.
+    """Refuse unknown keys and wrong values, but not missing keys.
 
     Args:
         line_of: the line of a dotted key in the file that the data came from.

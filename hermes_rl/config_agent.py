@@ -1,4 +1,4 @@
-"""What people write of the agent: its limits, prompts and switches. Identity of a run."""
+"""Configuration of the agent: limits, prompts and switches. Identity of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LimitsSection(Section):
     max_seconds: Seconds = 1800.0
     """Active time: tools and sandbox."""
     wall_seconds: Seconds = 14400.0
-    """All time; reaching it ends the attempt as `stalled`, which is infrastructure's."""
+    """Wall-clock time; at the limit the attempt ends as `stalled`, an infrastructure failure."""
 
 
 class ContextConfig(Section):
@@ -65,18 +65,18 @@ class AgentSection(Section):
 
     preset: Preset = "datagen"
     switches: dict[str, bool | int | None] = Field(default_factory=dict)
-    """Single switches of the preset set otherwise, such as `continue_output: false`."""
+    """Changed switches of the preset, such as `continue_output: false`."""
     toolsets: tuple[str, ...] | None = None
     """Named toolsets; None is `terminal` and `file`."""
     distribution: str | None = None
-    """A named distribution that toolsets are drawn from, per unit."""
+    """A named distribution from which the toolsets of each unit are drawn."""
     system_prompt: str | None = None
     """Replaces the preset's system prompt; `@FILE` reads it from a file."""
     ephemeral_system_prompt: str | None = None
-    """Joined to the system prompt of every request, and in no row; `@FILE` reads it from a file.
-    The rows have its sha256."""
+    """Appended to the system prompt of every request, but not stored in rows, which have its
+    sha256. `@FILE` reads it from a file."""
     prefill: tuple[dict[str, Any], ...] = ()
-    """OpenAI messages that every request holds behind the system prompt, and no row; `@FILE` reads
+    """OpenAI messages after the system prompt of every request, not stored in rows. `@FILE` reads
     them from a JSON file."""
     plugins: tuple[str, ...] = ()
     """Entry points, or paths of Python files, whose hooks are called in each rollout. Those that
@@ -84,12 +84,11 @@ class AgentSection(Section):
     limits: LimitsSection = LimitsSection()
     context: ContextConfig = ContextConfig()
     seed: int | None = None
-    """The seeds of all units derive from it; None draws as 0 does. Only a seed that is set here is
-    sent to the model."""
+    """The seeds of all units derive from it; None is like 0, but no seed is sent to the model."""
 
     @property
     def base_seed(self) -> int:
-        """What the seeds of units derive from."""
+        """The seed from which those of units derive."""
         return 0 if self.seed is None else self.seed
 
     @field_validator("plugins")
@@ -136,7 +135,7 @@ class AgentSection(Section):
 
 
 def check_prefill(forms: Sequence[Any], place: str) -> None:
-    """Check that each is a message that a prefill may hold; their order is repaired in requests.
+    """Check the messages of a prefill; their order is repaired in requests.
 
     Raises: UserError with the number of the first message that is not.
     """
@@ -153,7 +152,7 @@ def check_prefill(forms: Sequence[Any], place: str) -> None:
 
 
 def _check_json(value: Any, place: str) -> None:
-    """Raises: UserError for what no request can hold."""
+    """Raises: UserError for values that are not JSON."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Configuration of models and of the way to them: endpoints, providers, fallbacks, prices, and the
-models that an RL environment asks.
+"""Configuration of models and endpoints: providers, fallbacks, prices, and the models of an RL
+environment.
 
-A header's value or a proxy's address may be `$NAME`: it is then read from that variable and stored
-nowhere. What looks like a secret has to be written in this form."""
+The value of a header or the address of a proxy may be `$NAME`: it is read from that variable and
+not stored. Values that look like secrets must have this form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hermes_rl.input_errors import refusal
 
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_TELLING = re.compile(r"auth|cookie|key|token|secret|passw|credential|session|signature", re.I)
+_SECRET_NAME = re.compile(r"auth|cookie|key|token|secret|passw|credential|session|signature", re.I)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEY_LIKE = re.compile(r"(bearer|basic|token)\s|(sk|pk|gsk|xai|key|hf|nvapi|or)[-_]|eyJ", re.I)
 
@@ -48,15 +48,15 @@ _SECRET = {"api_key", "apikey", "api-key", "authorization", "x-api-key"}
 
 
 def _json_body(value: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it: names are texts, also those that YAML reads as numbers or truth values."""
+    """Convert to JSON: names become strings, also those that YAML reads as numbers or booleans."""
     try:
         body: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError):
-        raise ValueError("has to hold what JSON can: texts, numbers, lists, mappings") from None
-    if held := sorted(_names_in(body) & _SECRET):
+        raise ValueError("must be JSON: texts, numbers, lists, mappings") from None
+    if secrets := sorted(_names_in(body) & _SECRET):
         raise UserError(
-            f"extra_body holds {held[0]!r}, and would be stored with the run. Name the variable "
-            "that holds the key with --api-key-env"
+            f"extra_body contains {secrets[0]!r}, and would be stored with the run. Name the "
+            "variable that holds the key with --api-key-env"
         )
     return body
 
@@ -68,7 +68,7 @@ def _names_in(value: Any) -> set[str]:
 
 
 def check_address(address: str, key: str) -> str:
-    """The address. Raises: UserError when it is none, or holds what run.yaml must not."""
+    """Check an address. Raises: UserError when it is invalid, or contains secrets."""
     try:
         where = urlsplit(address)
     except ValueError:  # the text itself is not shown: it may hold a password
@@ -144,10 +144,10 @@ class Section(BaseModel):
 
 
 class ReachSection(Section):
-    """How an endpoint is reached, beside its address."""
+    """Certificates, proxy and headers of an endpoint."""
 
     ca_file: str | None = None
-    """A file with the certificates to trust, in the place of the system's."""
+    """A file with trusted certificates, instead of those of the system."""
     proxy: str | None = None
     """Address of an HTTP proxy, or `$NAME`. The variables HTTP_PROXY and the like are not read."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -155,12 +155,12 @@ class ReachSection(Section):
 
     @field_validator("ca_file")
     @classmethod
-    def _whole_path(cls, value: str | None) -> str | None:
+    def _absolute_path(cls, value: str | None) -> str | None:
         return value and str(Path(value).expanduser().absolute())
 
     @field_validator("proxy")
     @classmethod
-    def _plain_proxy(cls, value: str | None) -> str | None:
+    def _check_proxy(cls, value: str | None) -> str | None:
         if value is None or variable_of(value):
             return value
         check_proxy(value, "'proxy'")
@@ -173,13 +173,13 @@ class ReachSection(Section):
 
     @field_validator("headers")
     @classmethod
-    def _plain_headers(cls, headers: dict[str, str]) -> dict[str, str]:
+    def _check_headers(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, value in headers.items():
             if not _HEADER.fullmatch(name):
                 raise UserError(f"'headers' holds {name!r}, which cannot be a header's name")
             if any(c in value for c in "\r\n\0"):
                 raise UserError(f"'headers.{name}' holds a line break. Take it out")
-            if variable_of(value) is None and (_TELLING.search(name) or _KEY_LIKE.match(value)):
+            if variable_of(value) is None and (_SECRET_NAME.search(name) or _KEY_LIKE.match(value)):
                 raise UserError(
                     f"'headers.{name}' may be a secret, and would be stored with the run. Put it "
                     f"into a variable, and write {name}: $NAME"
@@ -194,7 +194,7 @@ def variable_of(text: str) -> str | None:
 
 
 def variables_of(texts: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> what it is for, of texts by their purpose."""
+    """Variable -> purpose, for texts by their purpose."""
     return {name: use for use, text in texts.items() if (name := variable_of(text))}
 
 
@@ -211,18 +211,18 @@ def check_proxy(address: str, place: str) -> None:
 
 
 class PlacedSection(ReachSection):
-    """Where a model is, and how it is reached."""
+    """The endpoint of a model."""
 
     provider: str | None = None
-    """A known provider, or one of `providers`: address, key variable, mode and ways of its own."""
+    """A known provider, or one of `providers`, with its address, key variable, mode and quirks."""
     base_url: BaseUrl | None = None
     api_key_env: KeyNames | None = None
-    """Name of the environment variable that holds the key; several, with commas or as a list, are
-    accounts that take turns."""
+    """Name of the environment variable with the key; several, separated by commas or as a list, are
+    used in rotation."""
     api_mode: ApiMode | None = None
 
     def place_keys(self) -> dict[str, Any]:
-        """The keys that are set, of those that every place has."""
+        """The keys of this section that are set."""
         return self.model_dump(include=set(PlacedSection.model_fields), exclude_defaults=True)
 
 
@@ -236,15 +236,15 @@ class SamplingSection(Section):
     reasoning: str | None = None
     """Reasoning effort, as the provider spells it."""
     extra_body: ExtraBody = Field(default_factory=dict)
-    """Further fields of each request's body, for what only one provider knows. Places and fallbacks
-    that are somewhere else have their own."""
+    """Further fields in the body of each request. Places and fallbacks at other endpoints have
+    their own."""
 
 
 class PolicySamplingSection(SamplingSection):
     """How the policy is sampled."""
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """-1 is no limit."""
+    """-1 sets no limit."""
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],
         BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
@@ -253,7 +253,7 @@ class PolicySamplingSection(SamplingSection):
 
 
 class LongPrice(Section):
-    """What long prompts cost, for all their tokens; without prices it is not known."""
+    """Prices of all tokens of long prompts; without prices they are unknown."""
 
     above: Annotated[int, Field(ge=1)]
     """Prompt tokens."""
@@ -264,7 +264,7 @@ class LongPrice(Section):
     cache_write_1h: Dollars | None = None
 
     @model_validator(mode="after")
-    def _refuse_half(self) -> Self:
+    def _require_both_prices(self) -> Self:
         named = self.model_fields_set - {"above"}
         if named and (self.input is None or self.output is None):
             raise ValueError("has to say both input and output, or no price at all")
@@ -279,31 +279,31 @@ class PriceSection(Section):
     output: Dollars
     """Sampled tokens, reasoning included."""
     cache_read: Dollars | None = None
-    """Leave it out where cached tokens cost what others cost, or are not reported."""
+    """Unset when cached tokens cost the same, or are not reported."""
     cache_write_5m: Dollars | None = None
     """All writes, where there is one price for them."""
     cache_write_1h: Dollars | None = None
     long: LongPrice | None = None
     output_max: Annotated[int, Field(ge=1)] | None = None
-    """The most output tokens of a call: what a budget sets aside where no `max_tokens` is set."""
+    """Maximum output tokens of a call, which a budget reserves without `max_tokens`."""
 
 
 class ProviderSection(Section):
-    """A provider of the user's own, or other facts of a known one; what is left out stays."""
+    """A user-defined provider, or changes to a known one."""
 
     base_url: (
         Annotated[str, AfterValidator(partial(check_address, key="providers.NAME.base_url"))] | None
     ) = None
     hosts: tuple[str, ...] | None = None
-    """Hosts that are known as this provider; `*` stands for anything."""
+    """Host patterns of this provider, with `*`."""
     api_key_env: KeyNames | None = None
-    """The variable that holds the key; the empty text means that none is needed."""
+    """The variable with the key; empty when no key is needed."""
     api_mode: ApiMode | None = None
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] | None = None
     replay_reasoning: str | None = None
-    """The field in which it wants earlier reasoning back."""
+    """The field in which it expects earlier reasoning."""
     needs_reasoning: bool | None = None
-    """It refuses earlier tool calls without reasoning: a space stands for it."""
+    """It refuses earlier tool calls without reasoning: a space is sent."""
     stream_options: bool | None = None
     """It takes `stream_options.include_usage`."""
     top_k: bool | None = None
@@ -311,27 +311,27 @@ class ProviderSection(Section):
     seed: bool | None = None
     """It takes `seed`."""
     cache_marks: bool | None = None
-    """Chat Completions with cache markers, for models whose name holds `claude`."""
+    """Chat Completions with cache markers, for models with `claude` in their name."""
     cache_key: bool | None = None
     """It takes `prompt_cache_key`."""
     short_ids: bool | None = None
     """Longer ids of tool calls than 40 characters are replaced."""
     reports_cost: bool | None = None
-    """Its answers say in `usage.cost` what they cost in US dollars."""
+    """Its answers report their cost in US dollars in `usage.cost`."""
 
 
 class PlaceSection(PlacedSection):
-    """Where one model is. What is left out is the run's, where the provider is the run's too."""
+    """The endpoint of one model. Unset keys are those of the run, for the same provider."""
 
     model: str | None = None
-    """What it is called there; None is its name here."""
+    """Its name at that endpoint; None uses the same name."""
     extra_body: ExtraBody | None = None
-    """In the place of the run's `model.extra_body`."""
+    """Replaces `model.extra_body` of the run."""
 
 
 class RatesSection(Section):
-    """Limits per minute of each account and model, as your contract says. What is left out is
-    learned from the provider's headers, where it sends some."""
+    """Contractual limits per minute of each account and model. Unset limits are learned from the
+    headers of the provider."""
 
     requests: PerMinute | None = None
     tokens: PerMinute | None = None
@@ -341,7 +341,7 @@ class RatesSection(Section):
 
 
 class FallbackSection(PlaceSection):
-    """A model that is asked when those before it cannot answer."""
+    """A model that is called when those before it fail."""
 
     model: str
 
@@ -354,56 +354,54 @@ def _with_names(value: Any) -> Any:
 
 
 Fallbacks = Annotated[tuple[FallbackSection, ...], BeforeValidator(_with_names)]
-"""One or several; a name alone is a model at the run's own endpoint."""
+"""One or several; a plain name is a model at the endpoint of the run."""
 
 
 class ConnectionSection(PlacedSection):
-    """What a run and `AIAgent` set alike about the way to a model."""
+    """Connection settings that a run and `AIAgent` share."""
 
     transport: Literal["http", "sdk"] = "http"
     fallbacks: Fallbacks = ()
-    """Asked in this order when the model cannot answer; none with the preset `rl`."""
+    """Called in this order when the model fails; not with the preset `rl`."""
     first_byte_seconds: Seconds = 600.0
     """How long a request waits for the first byte of its answer."""
     idle_seconds: Seconds = 120.0
-    """How long an answer that began may stand still."""
+    """How long an answer may stall."""
 
 
 class EndpointSection(ConnectionSection):
-    """Where the model is; not identity."""
+    """The endpoint of the model; not identity."""
 
     base_url: str | None = None
-    """`RunConfig` checks it, and names it."""
+    """Checked by `RunConfig`."""
     key_commands: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
-    """Variable -> the command that prints its key, for keys that do not live long. It is run by
-    `/bin/sh` at the start, when the endpoint refuses the key, and before a key ends that says when.
-    """
+    """Variable -> the command that prints its key, for short-lived keys. `/bin/sh` runs it at the
+    start, when the endpoint refuses the key, and before the key expires, if that is known."""
     key_strategy: KeyStrategy = "fill_first"
-    """Which of several accounts is next."""
+    """How to choose among several accounts."""
     stream: bool = False
     prompt_cache: Literal["5m", "1h", "off"] = "5m"
-    """How long a provider that caches only what is marked (Anthropic; OpenRouter for Claude) keeps
-    the head of a conversation; writing for an hour costs more. Others cache by themselves."""
+    """Cache lifetime at providers that require cache markers (Anthropic; OpenRouter for Claude);
+    one hour costs more. Other providers cache automatically."""
     model_path: str | None = None
     """Weights file for the embedded model."""
     tokens: Literal["off", "auto", "chat", "vllm", "sglang", "llamacpp"] = "auto"
-    """How token ids are had. `auto`: with the preset `rl`, what the endpoint turns out to give.
-    `chat`: beside the answers of a chat endpoint. The others send the prompt as ids, and need
+    """How the run gets token ids. `auto`: with the preset `rl`, as the endpoint supports. `chat`:
+    with the answers of a chat endpoint. The others send the prompt as ids and require
     `tokenizer`."""
     tokenizer: str | None = None
     """The model's tokenizer and chat template: a folder with tokenizer.json, or a name on the hub.
     """
     places: dict[str, PlaceSection] = Field(default_factory=dict)
-    """Models of a mix that are somewhere else."""
+    """Models of a mix at other endpoints."""
     prices: dict[str, PriceSection | None] = Field(default_factory=dict)
-    """What models cost here, by `model` or `provider/model`; null is unpriced. `@FILE` reads it
-    from a YAML file."""
+    """Prices by `model` or `provider/model`; null is unpriced. `@FILE` reads a YAML file."""
     rates: RatesSection = RatesSection()
     outage_seconds: Seconds = 1800.0
-    """How long one call keeps trying through an outage."""
+    """How long a call is retried during an outage."""
     first_answer_seconds: Seconds = 60.0
-    """How long a run goes on while its endpoint has never given a sign of life: an answer, a
-    refusal with a reason, or a word that it is busy or loading (429, 503, 529)."""
+    """How long a run waits for the first response of its endpoint: an answer, a refusal with a
+    reason, or a busy status (429, 503, 529)."""
 
     @property
     def key_names(self) -> tuple[str, ...]:
@@ -462,26 +460,26 @@ _ModelUrl = Annotated[
 
 
 class ModelPlace(PlacedSection, SamplingSection):
-    """A judge or a simulated user: name and sampling are identity, the place is not. Without a
-    provider and an address it is at the run's endpoint."""
+    """A judge or a simulated user. Name and sampling are identity, the endpoint is not; by default
+    it is that of the run."""
 
     name: str
     base_url: _ModelUrl | None = None
 
     @property
     def place(self) -> PlaceSection:
-        """Where it is, as the endpoint's places say it."""
+        """Its endpoint as a place."""
         return PlaceSection(model=self.name, extra_body=self.extra_body, **self.place_keys())
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides its answers."""
+        """Its identity: everything that determines its answers."""
         fields = {"name", "temperature", "top_p", "max_tokens", "reasoning"}
         return self.model_dump(include=fields | ({"extra_body"} if self.extra_body else set()))
 
 
 class EnvSection(Section):
-    """Identity: the environment in the place of a dataset."""
+    """The environment that replaces a dataset; identity."""
 
     name: str
     """`NAME`, `package.module:Class` or `file.py:Class`."""

@@ -1,5 +1,4 @@
-"""What a configuration means for one unit, and for the identity of its run: functions of what was
-written, nothing is opened."""
+"""Derives the settings of a unit and the identity of a run from the configuration, without I/O."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ LOCAL_SWITCHES: dict[str, bool | int] = {
     "reask_cut_calls": False,
     "command_timeout_s": 30,
 }
-"""An answer of a tiny model that was cut is a repetition, which more room would only prolong; a
-command of its own that runs long waits for input or never ends (`tail -f`)."""
+"""Cut answers of a tiny model are repetitions, which more tokens would only prolong; its
+long-running commands wait for input or never end (`tail -f`)."""
 
 
 def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:
@@ -80,7 +79,7 @@ def sent_seed(config: RunConfig, seed: int) -> int | None:
 
 
 def extra_body_of(config: RunConfig, model: str) -> dict[str, Any]:
-    """The further body fields of calls to a model of the run; its fallbacks have their own."""
+    """Further body fields of calls to a model of the run; fallbacks have their own."""
     return dict(extra_of(config.model.extra_body, config.endpoint.places.get(model)))
 
 
@@ -124,7 +123,7 @@ def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
 
 
 def identity_of(config: RunConfig) -> dict[str, Any]:
-    """The identity sections as definitions (DESIGN 5.2); its digest is the config_hash.
+    """The identity of a run; its digest is the config_hash.
 
     Raises: UserError for a toolset, distribution or image that does not exist.
     """
@@ -169,12 +168,11 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
 
 
 def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run that goes on: a switch that the version which began it did not
-    have is off, as everything was done then, unless the user sets it; one that only that version
-    has is left out.
+    """Adapt the switches to a run of another version: switches that it did not have get the default
+    of that version unless the user sets them; removed switches are left out.
 
     Args:
-        before: the identity that the run was begun with.
+        before: the identity with which the run was started.
     """
     known = before.get("agent", {}).get("preset", {})
     if not known:
@@ -186,10 +184,8 @@ def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
 
 
 def in_terms_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity with the keys that an earlier version wrote: what it did not have and is not set
-    is left out, and what it had and is no more stays as it was. So a run goes on, under the same
-    hash, when nothing else differs.
-    """
+    """Express an identity with the keys of an earlier version: unset keys that it did not have are
+    left out, and removed keys keep their value. A run without other changes keeps its hash."""
 
     def section(old: Any, new: Any, unset: Mapping[str, Any]) -> dict[str, Any]:
         kept = {k: new.get(k, v) for k, v in (old or {}).items()}
@@ -208,12 +204,12 @@ _NO_SWITCH = {
     **{k: v for k, v in vars(Policy("")).items() if k not in ("name", "sampling")},
     "wording": 1,
 }
-"""Switch -> what was done before there was the switch."""
+"""Switch -> the behaviour before it was added."""
 
 
 def _sent_only(agent: AgentSection) -> dict[str, Any]:
-    """Digests of what is sent and not stored; without any, a run is what it was before there was
-    such a thing."""
+    """Digests of prompts that are sent but not stored; keys without a value are absent, as in older
+    runs."""
     parts = {"ephemeral_system_prompt": agent.ephemeral_system_prompt, "prefill": agent.prefill}
     return {name: digest(part) for name, part in parts.items() if part}
 
@@ -243,20 +239,20 @@ def _network(network: Network) -> bool | list[str]:
 
 
 def _sandbox_limits(section: SandboxLimitsSection) -> dict[str, Any]:
-    """Limits that are set; without any, a run is what it was before there were such."""
+    """Limits that are set; absent without any, as in older runs."""
     found = section.model_dump(exclude_none=True)
     return {"limits": found} if found else {}
 
 
 def _extra(config: RunConfig) -> dict[str, Any]:
-    """Further body fields by model; without any, a run is what it was before there were such."""
+    """Further body fields by model; absent without any, as in older runs."""
     models = config.model.mix or (config.model.name,)
     found = {name: extra for name in models if (extra := extra_body_of(config, name))}
     return {"extra_body": found} if found else {}
 
 
 def _named(config: RunConfig) -> dict[str, Any]:
-    """Who answers: one model by name, or a mix with its weights, whatever it is called."""
+    """The model by name, or a mix by its weights."""
     mix = config.model.mix
     return {"mix": dict(mix)} if mix else {"name": config.model.name}
 
@@ -266,7 +262,7 @@ _LOCAL = ("bubblewrap", "none")
 
 
 def image_digest(image: str | None, backend: str) -> str | None:
-    """What names the content of an image of a sandbox backend; None for the default image.
+    """The digest of an image of a sandbox backend; None for the default image.
 
     Raises: UserError when the image does not exist.
     """

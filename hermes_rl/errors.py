@@ -1,14 +1,13 @@
-"""How things fail, and what follows from it.
+"""The error model.
 
 The model, in four points:
 
 1. An error is named after the boundary that it crossed (model, sandbox, task, ...), not the call.
-2. Each class names its `cause`; `CAUSES` maps the cause to what follows: who owns it, whether the
-   attempt is tried again, whether it counts against `max_attempts`, and whether it stops dispatch
-   (the breaker).
-3. An ending that the policy brought about is not an error. `ENDINGS` lists those; they are graded.
+2. Each class has a `cause`; `CAUSES` maps it to its consequences: the owner, whether the attempt is
+   retried, whether it counts against `max_attempts`, and whether dispatch stops (the breaker).
+3. An ending that the policy caused is not an error. `ENDINGS` lists those; they are graded.
 4. A failed rollout is data. Only `hermes_rl.rollout` turns an error into a recorded failure;
-   cancellation and bugs of ours pass through it.
+   cancellation and internal errors pass through it.
 
     HermesError
     ├── UserError (ValueError)            bad input; one line with place and fix; exit 2
@@ -22,7 +21,7 @@ The model, in four points:
     │   └── ContextOverflow · PayloadTooLarge                   the policy's, or the prompt's
     ├── SandboxError
     │   ├── SandboxStartError · SandboxDied                     infrastructure
-    │   └── SandboxKilled                                       the agent's own deed
+    │   └── SandboxKilled                                       caused by the agent
     ├── ToolError                         shown to the model, ends nothing
     ├── VerifierFault · Stalled · DiskFull                      infrastructure
     ├── CostLimit · Interrupted           the operator's doing; the unit stays open
@@ -43,13 +42,13 @@ Reason = Literal[
     "format_error", "invalid_encrypted_content", "multimodal_tool_content_unsupported",
     "thinking_signature", "llama_cpp_grammar_pattern", "model_aborted", "unknown",
 ]  # fmt: skip
-"""Why a model call failed, as finely as recovery needs it; the cause is coarser (docs/errors.md).
-"""
+"""Why a model call failed, in the detail that recovery needs; causes are coarser
+(docs/errors.md)."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an error's text says beside its reason; None where it does not say."""
+    """Facts in the text of an error; None where it does not contain them."""
 
     max_output_tokens: int | None = None
     """The most output tokens that the model gives for this request."""
@@ -71,23 +70,23 @@ Owner = Literal["policy", "infrastructure", "task", "operator"]
 
 @dataclass(frozen=True)
 class Consequence:
-    """What follows from one cause of failure."""
+    """The consequences of a cause of failure."""
 
     owner: Owner
     retry: bool = True
-    """The unit is tried again while attempts are left."""
+    """The unit is retried while attempts are left."""
     counted: bool = True
     """The failure counts against `max_attempts`."""
     breaker: bool = False
-    """Dispatch stops: no further unit could do better."""
+    """Dispatch stops, since all units would fail."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """An ending that the policy brought about: it goes to `trajectories` and is graded."""
+    """An ending that the policy caused: the row is in `trajectories` and graded."""
 
     truncated: bool = False
-    """Cut by a limit."""
+    """Ended by a limit."""
 
 
 _INFRA = Consequence("infrastructure")
@@ -112,9 +111,9 @@ CAUSES: dict[str, Consequence] = {
     "sandbox_died": _INFRA,
     "stalled": _INFRA,
     "tool": _INFRA,
-    "verifier": Consequence("infrastructure", retry=False),  # judged in three boxes already
+    "verifier": Consequence("infrastructure", retry=False),  # tried in three sandboxes already
     "worker_lost": _UNCOUNTED,  # counted apart: three lost workers give a unit up
-    "driver_lost": _UNCOUNTED,  # the driver died, or did not run for a lease: no deed of the unit
+    "driver_lost": _UNCOUNTED,  # the driver died, or was suspended: the unit is not the cause
     "disk": _BREAKER,
     "harness": _INFRA,
     "duplicate": _UNCOUNTED,
@@ -158,11 +157,11 @@ class HermesError(Exception):
     """Root of all errors of hermes_rl."""
 
     cause: str = "harness"
-    """Key of `CAUSES`; `harness` marks a bug of ours."""
+    """Key of `CAUSES`; `harness` marks an internal error."""
     result: dict[str, Any] | None = None  # of the `AIAgent` run that it ended
 
     def _render_traceback_(self) -> list[str]:
-        """What notebooks show: the message says what to do, a traceback would hide it."""
+        """Let notebooks show the message without a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -189,13 +188,13 @@ class ModelError(HermesError):
         rate_limit: the rate-limit headers of the answer, names in lower case.
         served: whether the provider may have served (and billed) the request; True for a cut stream
             or a response that could not be read, False for a refusal before any work.
-        reason: why, where it is not what the class stands for.
+        reason: the reason, where it is not that of the class.
         facts: what the text says beside that.
     """
 
     cause = "model_server"
     reason: Reason = "unknown"
-    """Why, as finely as recovery needs it."""
+    """The reason, in the detail that recovery needs."""
     transient = False
     """Another attempt at the same call may succeed."""
 
@@ -252,7 +251,7 @@ class RateLimited(ModelError):
 
 
 class Overloaded(ModelError):
-    """529 or 503 with an overload code: the provider's trouble, not our rate."""
+    """529 or 503 with an overload code: the provider is overloaded, independent of our rate."""
 
     cause = "overloaded"
     reason: Reason = "overloaded"
@@ -328,7 +327,7 @@ class PayloadTooLarge(ModelError):
 
 
 class Outage(ModelError):
-    """No answer within the retry budget: the run is parked, and the unit stays open.
+    """No answer within the retry budget: the run stops, and the unit stays open.
 
     Its reason is that of the last failure.
     """
@@ -337,7 +336,7 @@ class Outage(ModelError):
 
 
 class SandboxError(HermesError):
-    """Something about a sandbox failed."""
+    """A sandbox failed."""
 
     cause = "sandbox_died"
     in_command = False
@@ -359,11 +358,11 @@ class SandboxDied(SandboxError):
     as `sandbox_killed`, graded."""
 
     command: str | None = None
-    """Names the tool call that was running (`agent.tool_calls`)."""
+    """The tool call that was running (`agent.tool_calls`)."""
 
 
 class SandboxKilled(SandboxError):
-    """The agent's own deed ended it on a healthy host: ends as `sandbox_killed`, graded."""
+    """Ended by the agent on a healthy host: the rollout ends as `sandbox_killed`, graded."""
 
 
 class ToolError(HermesError):
@@ -401,7 +400,7 @@ class CostLimit(HermesError):
 
 
 class UnitCostLimit(HermesError):
-    """What one unit may spend is used up: it is given up, the run goes on."""
+    """The budget of one unit is used up: the unit is given up, and the run continues."""
 
     cause = "unit_budget"
 

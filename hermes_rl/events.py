@@ -27,7 +27,7 @@ by us; no end recorded (killed)."""
 
 LogprobsKind = Literal["sampling", "raw", "constrained", "unknown"]
 """What an engine's logprobs are of: the distribution that was sampled from; the model's own, before
-temperature and filters; one that a grammar cut; nobody knows."""
+temperature and filters; one that a grammar cut; unknown."""
 
 TokenSource = Literal["engine", "bridged", "retokenized"]
 """Whose ids a call's prompt and answer are: the engine's; ours, built from ids that the engine
@@ -43,10 +43,10 @@ ForkReason = Literal[
     "retry",
     "parallel_call",
 ]
-"""Why a prompt does not go on where an earlier call ended: the history was tokenised otherwise than
-it was sampled; reasoning was left out of it; the template writes it otherwise now; the harness put
-another message in the place of an answer; a new context; another agent; the answer was thrown away
-and asked for again; several calls from one prompt."""
+"""Why a prompt does not extend an earlier call: the history was tokenized differently; its
+reasoning was removed; the template renders it differently; the harness replaced an answer; a new
+context; another agent; the answer was discarded and requested again; several calls with one
+prompt."""
 
 
 class AttemptKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_
 
 
 class Begun(_Event, frozen=True, kw_only=True, tag="begun"):
-    """The attempt starts: all that is known before the first call."""
+    """The attempt starts; contains everything known before the first call."""
 
     key: AttemptKey
     started_at: float
@@ -103,7 +103,7 @@ class ToolsOffered(_Event, frozen=True, kw_only=True, tag="tools"):
 
 
 class SandboxLeased(_Event, frozen=True, kw_only=True, tag="sandbox"):
-    """A sandbox stands and the task's setup has run."""
+    """A sandbox is ready and the setup of the task has run."""
 
     backend: str
     image: str | None = None
@@ -129,7 +129,7 @@ class MessageAdded(_Event, frozen=True, kw_only=True, tag="message"):
     raw_text: str | None = None
     """Of a tool result or a user message that a hook or the harness changed: its text before."""
     suspected_unparsed: bool = False
-    """For answers of the model: they may hold a tool call that nobody parsed, nor ran."""
+    """For answers of the model: they may contain a tool call that was not parsed."""
     compressed: bool = False
     """Replaces earlier messages in a compressed context: a digest, or the summary."""
 

@@ -1,4 +1,4 @@
-"""Who is who: hashes that name tasks, configurations, units, groups, attempts and seeds.
+"""Identities: hashes of tasks, configurations, units, groups and attempts, and seeds.
 
 Every id is a function of content alone, so that a resumed run, a reordered dataset and another
 number
@@ -108,8 +108,8 @@ def unit_id(config_hash: str, task_hash: str, occurrence: int, repeat: int) -> s
 
 
 def unit_key(config_hash: str, task_hash: str, occurrence: int, repeat: int) -> bytes:
-    """`unit_id` as 16 bytes: `digest` of ["unit", version, ...arguments] without building the list,
-    because a resume asks for a million."""
+    """`unit_id` as 16 bytes: `digest` of ["unit", version, ...arguments], without building the
+    list, since a resume calls it for every unit."""
     text = f'["unit",{IDENTITY_VERSION},"{config_hash}","{task_hash}",{occurrence},{repeat}]'
     return hashlib.sha256(text.encode()).digest()[: ID_LENGTH // 2]
 

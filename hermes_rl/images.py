@@ -1,6 +1,6 @@
 """Images of messages: rows keep them in a column of their own, `image_data`.
 
-In a row's messages `{"type": "image"}` stands for each, and the n-th of them in the conversation
+In the messages of a row `{"type": "image"}` replaces each, and the n-th of them in the conversation
 means the n-th entry of the column. That is the form of chat templates and of trainers for models
 that see; `with_images` is the way back to OpenAI's.
 """
@@ -52,7 +52,7 @@ def _without_image(part: Mapping[str, Any], taken: list[Image]) -> Mapping[str, 
 
 
 def _image(url: Any, place: int) -> Image | None:
-    """The image that an address means; None for what is none."""
+    """The image of an address; None for other addresses."""
     if not isinstance(url, str):
         return None
     if not url.startswith("data:"):

@@ -1,4 +1,4 @@
-"""Texts that look like somebody's secret, for `check --secrets` and exports.
+"""Finds texts that look like secrets, for `check --secrets` and exports.
 
 Unlike `text.SECRETS` this also finds secrets whose value is unknown here, by the forms of the large
 providers. The forms are strict: a finding stops an export, so ordinary text must not be one.
@@ -48,13 +48,13 @@ class Leak(NamedTuple):
     """A text that must not be passed on."""
 
     kind: str
-    """What it is: a name of a form, or `value of NAME`."""
+    """The name of the format, or `value of NAME`."""
     sample: str
     """Its first characters and its length; never the secret."""
 
 
 def find_leaks(text: str) -> list[Leak]:
-    """The secrets in a text: those that this process knows, and what looks like one."""
+    """The secrets in a text: known ones of this process, and texts that look like one."""
     data = text.encode("utf-8", "surrogatepass")
     known = [Leak(f"value of {f.name}", f"{f.end - f.start} bytes") for f in SECRETS.find(data)]
     return [*known, *_look_alikes(text)]

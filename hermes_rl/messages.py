@@ -1,4 +1,4 @@
-"""Messages: the one internal form, and OpenAI's form at the public doors.
+"""Messages: the internal form, and OpenAI's form in public interfaces.
 
 Frozen structs tagged by `role`. A tool call keeps its arguments as the text that the model wrote:
 what
@@ -19,7 +19,7 @@ import msgspec
 from hermes_rl.errors import UserError
 
 UNPARSED = "_unparsed"
-"""Key under which a row holds what is not a JSON object, or one that common readers cannot hold."""
+"""Key for text in a row that is not a JSON object, or one that common readers cannot decode."""
 
 MAX_DEPTH = 200
 """Levels of nesting that a row holds as JSON."""
@@ -119,12 +119,11 @@ def to_openai(
     """A message in OpenAI's chat form: `content` always there, no null keys.
 
     Args:
-        parsed_arguments: give `arguments` as an object where the text parses to one (the form of
-            rows and
-            chat templates) instead of the exact text (the form of the wire). Other text becomes
-            `{"_unparsed": text}`, since most templates walk over the object and stop at a string.
-        details: give `reasoning_details` too, where there are any: what a provider wants back when
-            the conversation goes on.
+        parsed_arguments: convert `arguments` to an object, as in rows and chat templates, instead
+        of
+            the exact text, as on the wire. Text that does not parse becomes `{"_unparsed": text}`,
+            since most templates iterate over the object and fail for a string.
+        details: include `reasoning_details`, which some providers expect back in the next request.
     """
     if isinstance(message, SystemMessage | UserMessage):
         role = "system" if isinstance(message, SystemMessage) else "user"
@@ -163,7 +162,7 @@ def from_openai(form: Mapping[str, Any]) -> Message:
     role = form.get("role")
     content = form.get("content")
     if role == "user":
-        return UserMessage(content=_said(content))
+        return UserMessage(content=_user_content(content))
     if role in ("system", "developer"):
         text = _text(content)
         if text is None:
@@ -188,8 +187,8 @@ def from_openai(form: Mapping[str, Any]) -> Message:
     raise UserError(f"message with role {role!r}: use system, user, assistant or tool")
 
 
-def _said(content: Any) -> str | list[dict[str, Any]]:
-    """What a user says. Raises: UserError when it is neither text nor parts."""
+def _user_content(content: Any) -> str | list[dict[str, Any]]:
+    """Content of a user message. Raises: UserError when it is neither text nor parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -200,7 +199,7 @@ def _said(content: Any) -> str | list[dict[str, Any]]:
 
 
 def _text(content: Any) -> str | None:
-    """Text, or the texts of parts; None for what is neither."""
+    """Text, or the joined texts of parts; None for other content."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     parts = [part for part in content if isinstance(part, Mapping)]

@@ -1,4 +1,4 @@
-"""The small protocols that higher floors meet through."""
+"""The protocol and the messages through which higher layers cooperate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hermes_rl.usage import UsageTotal
 
 
 class Recorder(Protocol):
-    """Takes a rollout's events as they happen. The journal is one, a list in memory another."""
+    """Records the events of a rollout, such as the journal or a list in memory."""
 
     def record(self, event: Event) -> None:
         """Append one event: a plain write, no fsync. Raises: DiskFull."""
@@ -20,7 +20,7 @@ class Recorder(Protocol):
 
 
 class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt to be made."""
+    """One attempt to run."""
 
     unit_id: str
     group_id: str
@@ -32,21 +32,21 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     row_index: int
     task_id: str
     task: Task | None
-    """None for a bad row; `bad_row` then says what is wrong with it."""
+    """None for a bad row; see `bad_row`."""
     task_hash: str
     seed: int
     enqueued_at: float = 0.0
     """Unix time, seconds."""
     bad_row: str | None = None
-    """Place and fault: `my.jsonl:17: 'prompt' is empty`."""
+    """Place and error, such as `my.jsonl:17: 'prompt' is empty`."""
     isolated: bool = False
-    """Runs in a worker of its own: earlier workers died under this unit."""
+    """Whether it runs alone in its own worker, since earlier workers died under this unit."""
     fatal_commands: tuple[str, ...] = ()
-    """Names of the tool calls under which sandboxes of earlier attempts died."""
+    """Tool calls during which sandboxes of earlier attempts died."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver learns of a finished attempt; under 4 KB."""
+    """The message to the driver about a finished attempt; under 4 KB."""
 
     unit_id: str
     epoch: int
@@ -67,4 +67,4 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     """At most 400 characters."""
     fatal_command: str | None = None
-    """Names the tool call under which its sandbox died."""
+    """The tool call during which its sandbox died."""

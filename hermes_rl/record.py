@@ -26,7 +26,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageInfo(_Part, frozen=True, kw_only=True):
-    """What `messages` does not say about one message."""
+    """Further facts about one message."""
 
     role: str
     turn: int
@@ -76,7 +76,7 @@ class ToolStat(_Part, frozen=True, kw_only=True):
 
 
 class Timing(_Part, frozen=True, kw_only=True):
-    """Where the time went, in seconds; waiting is limiter and retry sleeps."""
+    """Time by phase in seconds; `waiting_s` is spent in the limiter and before retries."""
 
     queued_s: float
     sandbox_s: float
@@ -88,7 +88,7 @@ class Timing(_Part, frozen=True, kw_only=True):
 
 
 class Context(_Part, frozen=True, kw_only=True):
-    """What one context saw."""
+    """The messages of one context."""
 
     start: int
     kept: list[int]
@@ -139,8 +139,8 @@ class Segment(_Part, frozen=True, kw_only=True):
     """A `ForkReason`; None for the first."""
     input_ids: list[int]
     loss_mask: list[bool]
-    """Tokens that are to be trained in this row. A sampled token that stands in several branches is
-    trained in one of them."""
+    """Tokens to train in this row. A sampled token in several branches is trained in one of
+    them."""
     sampled_mask: list[bool]
     """Tokens that the model sampled in this rollout."""
     logprobs: list[Float32 | None]
@@ -177,9 +177,9 @@ class Segment(_Part, frozen=True, kw_only=True):
     exclude_reason: str | None
     """Why it is not trainable: an `Exclusion`."""
     call_ids: list[str]
-    """The calls whose answers stand in this row, in order: `calls.call_id` of the trajectory."""
+    """The calls whose answers are in this row, in order: `calls.call_id` of the trajectory."""
     call_starts: list[int]
-    """Where each of these answers begins. It ends at the next one, or at the next token that was
+    """The start of each of these answers, which ends at the next one, or at the next token that was
     not sampled."""
 
 
@@ -195,7 +195,7 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     truncated: bool
     turns: int
     task_prompt: str
-    """The task's last user text. Not `prompt`: SFT trainers would take that for theirs."""
+    """The last user text of the task. Not named `prompt`, which has a meaning for SFT trainers."""
     final_response: str | None
     messages: list[Json]
     message_info: list[MessageInfo]

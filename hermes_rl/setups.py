@@ -53,7 +53,7 @@ class Setups:
         return None
 
     async def saved(self, name: str, sandbox: Sandbox) -> None:
-        """A task's setup has run: take a snapshot, if it was the first one."""
+        """Take a snapshot after the first setup of a task."""
         known = self._known.get(name)
         if known is None or known.done():
             return
@@ -66,7 +66,7 @@ class Setups:
             known.set_result(folder)
 
     def failed(self, name: str) -> None:
-        """A task's setup failed, or could not run: the others see for themselves."""
+        """The setup of a task failed, or could not run: others run it themselves."""
         known = self._known.get(name)
         if known is not None and not known.done():
             self._known.pop(name)

@@ -38,9 +38,9 @@ Source = Iterator[tuple[RawRow, str]]
 _BATCH_ROWS = 256
 _HUB_S = 10.0
 _FIELD_CHARS = 1 << 30
-"""Of one field of a CSV file: a column may hold whole files."""
+"""Maximum size of a CSV field, which may contain a whole file."""
 _SURELY = 0.8
-"""A name this much like a bundled one (as `difflib` measures) is not looked up at the hub."""
+"""Names this similar to a bundled one (by `difflib`) are not looked up on the hub."""
 _LOOKED_AT = 100
 """Rows that are searched for the columns of `--map`."""
 
@@ -71,7 +71,7 @@ def read_rows(
     columns: Columns | None = None,
     limit: int | None = None,
 ) -> Iterator[LazyRow]:
-    """`read_tasks` for those who need few of the tasks, but the identity of all."""
+    """Like `read_tasks`, but parses tasks lazily; identities are available without parsing."""
     yield from lazy_rows(_rows(dataset, columns, limit), columns or {})
 
 
@@ -81,7 +81,7 @@ def mapped_rows(
     columns: Columns | None = None,
     limit: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows as they stand, under our names, without those that cannot be read.
+    """The unparsed rows with mapped names, without unreadable ones.
 
     Raises: UserError, as `read_tasks`.
     """
@@ -101,7 +101,7 @@ def _rows(
 
 
 def _with_columns(source: Source, columns: Columns) -> Source:
-    """The same rows, once the first of them were seen to have the columns.
+    """The same rows, after checking that the first of them have the columns.
 
     Raises: UserError for a column that none of them has.
     """
@@ -160,7 +160,7 @@ def _open(dataset: str) -> Source:
 
 
 def _is_path(dataset: str) -> bool:
-    """Whether what does not exist can only be meant as a path: then the hub is not asked."""
+    """Whether a missing name can only be a path, for which the hub is not queried."""
     path = Path(dataset).expanduser()
     folder = dataset.partition("/")[0]
     return bool(
@@ -173,7 +173,7 @@ def _is_path(dataset: str) -> bool:
 
 
 def _instead(dataset: str, otherwise: str = _CHECK) -> str:
-    """What was probably meant, beside a path or among the bundled datasets."""
+    """A similar file or bundled dataset."""
     bundled = nearest(dataset, BUNDLED)
     if bundled is not None:
         return f" (did you mean {bundled!r}?)"
@@ -247,7 +247,7 @@ def _csv(path: Path) -> Source:
 
 
 def _readable(reader: csv.DictReader[str]) -> Iterator[dict[str, Any] | str]:
-    """The reader's rows, or why one of them cannot be read."""
+    """The rows of the reader, or the error of an unreadable row."""
     while True:
         begins = max(reader.reader.line_num, 1) + 1  # line 1 is the header
         try:
@@ -350,8 +350,8 @@ def _hub(name: str) -> Source:
 
 
 def _ask_hub(repo: str) -> None:
-    """One request, so that a misspelt path is said at once: the loader tries again for half a
-    minute. Raises: what the hub's client raises."""
+    """Make one request, so that a misspelled path fails at once: the loader retries for half a
+    minute. Raises: errors of the hub client."""
     from huggingface_hub import HfApi, constants
 
     if not constants.HF_HUB_OFFLINE:
@@ -359,7 +359,7 @@ def _ask_hub(repo: str) -> None:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What Arrow filled with nulls counts as absent, at every depth of objects."""
+    """Remove nulls, which Arrow adds for absent fields, at every depth of objects."""
     return {str(k): _without_nulls(v) for k, v in row.items()}
 
 

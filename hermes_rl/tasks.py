@@ -41,18 +41,18 @@ _SCRIPTS = ("setup", "oracle")
 FIELDS = frozenset(
     ("id", "prompt", "files", "verify", "limits", "repeats", "env_vars", *_TEXTS, *_LISTS)
 )
-"""The columns of a task row that have a meaning of their own; all others travel in `metadata`."""
+"""The columns of a task row with a defined meaning; all others are in `metadata`."""
 
 RawRow = Mapping[str, Any] | bytes | str
-"""A row as a source has it: decoded, a line of JSON, or why it cannot be read."""
+"""A row of a source: decoded, a line of JSON, or an error."""
 
 Columns = Mapping[str, str]
-"""Names of columns, ours -> the dataset's."""
+"""Column names of hermes_rl -> those of the dataset."""
 
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score", "mounts")
 _WHOLE_LIMITS = ("max_turns", "max_tokens")
 LEAST_MEMORY, LEAST_STORAGE = 32 << 20, 1 << 20
-"""Bytes that a sandbox needs to start, and to hold anything."""
+"""Minimum bytes of a sandbox and its storage."""
 _LEAST = {"cpus": 0.01, "memory_bytes": LEAST_MEMORY, "storage_bytes": LEAST_STORAGE}
 _LIMIT_KEYS = (*_WHOLE_LIMITS, "max_seconds", "wall_seconds", *_LEAST)
 
@@ -61,7 +61,7 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):
-    """What turns the state a rollout left into a reward."""
+    """Computes the reward from the final state of a rollout."""
 
     script: str
     files: dict[str, bytes] = {}
@@ -105,12 +105,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row as read: a task, or the reason why it is none."""
+    """One row: a task, or the error."""
 
     index: int
     """0-based position in the dataset."""
     place: str
-    """Where a person finds it: `my.jsonl:17`."""
+    """Its place, such as `my.jsonl:17`."""
     task_hash: str
     task: Task | None = None
     error: str | None = None
@@ -194,7 +194,7 @@ def _check_holdable(row: Mapping[str, Any]) -> None:
         try:
             msgspec.msgpack.encode({name: value})
         except UnicodeEncodeError:
-            raise TaskFault(f"'{name}' is no valid Unicode text (lone surrogates)") from None
+            raise TaskFault(f"'{name}' is not valid Unicode text (lone surrogates)") from None
         except OverflowError:
             raise TaskFault(f"'{name}' holds a whole number of more than 64 bits") from None
 
@@ -374,7 +374,7 @@ def _limits(value: Any) -> dict[str, float]:
 
 
 def decoded(line: bytes) -> dict[str, Any] | str:
-    """The row that a line of JSON holds, or why it holds none."""
+    """The row in a line of JSON, or the error."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -383,7 +383,7 @@ def decoded(line: bytes) -> dict[str, Any] | str:
 
 
 def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """A row with the names of ours that `columns` maps (ours -> theirs).
+    """Rename the columns of a row by `columns` (name of hermes_rl -> name in the dataset).
 
     What had a name of ours before has it no longer: it is not what the mapping means.
     """
@@ -416,17 +416,17 @@ class LazyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     index: int
     """0-based position in the dataset."""
     place: str
-    """Where a person finds it."""
+    """Its place, for messages."""
     task_hash: str
     repeats: int | None
-    """The row's own, when it has any; only with `quick`."""
+    """Repeats of the row, if set; only with `quick`."""
     quick: bool
-    """False when the row was parsed already, or nothing but the hash is sure."""
+    """False when the row was parsed already, or only the hash is reliable."""
     raw: RawRow
     columns: Columns
 
     def parse(self) -> TaskRow:
-        """The task, or why it is none."""
+        """The task, or the error."""
         return task_row(self.raw, self.index, self.place, self.columns)
 
 
@@ -465,7 +465,7 @@ def _quick_identity(raw: RawRow, columns: Columns) -> tuple[str, int | None] | N
 
 
 def _take_unhashed(row: dict[str, Any]) -> int | None:
-    """Take what the hash leaves out from a row: absent values, the oracle and the repeats.
+    """Remove what the hash does not cover from a row: absent values, the oracle and the repeats.
 
     Returns the repeats. Raises: TaskFault for what `parse_row` is to judge.
     """

@@ -113,14 +113,14 @@ class _Fold:
     def row(self) -> Trajectory:
         begun, ended = self.begun, self.ended
         cause = ended.cause
-        own_id = trajectory_id(begun.key.unit_id, begun.key.epoch, begun.key.attempt)
+        row_id = trajectory_id(begun.key.unit_id, begun.key.epoch, begun.key.attempt)
         columns = {name: getattr(begun, name) for name in _COPIED}
         columns |= {
             **self._ending(cause),
             **self._conversation(),
-            **self._books(),
+            **self._usage_columns(),
             **self._tools(),
-            **self._surroundings(),
+            **self._environment_columns(),
             "task_prompt": begun.prompt,
             "timing": self._timing(),
             "error": ended.error,
@@ -130,10 +130,10 @@ class _Fold:
             "started_at": _micros(begun.started_at),
             "finished_at": _micros(ended.finished_at),
             "metadata": _portable(begun.metadata),
-            "trajectory_id": own_id,
+            "trajectory_id": row_id,
             "unit_id": begun.key.unit_id,
             "attempt": begun.key.attempt,
-            "root_trajectory_id": own_id,
+            "root_trajectory_id": row_id,
         }
         return Trajectory(**columns, parent_trajectory_id=None, parent_call_id=None)
 
@@ -205,7 +205,7 @@ class _Fold:
             return self.ended.final_response
         return answers[-1].content if answers else None
 
-    def _books(self) -> dict[str, Any]:
+    def _usage_columns(self) -> dict[str, Any]:
         thrown = thrown_away(self.stream)
         calls = [_call(s, self.ends.get(s.call_id), thrown.get(s.call_id)) for s in self.starts]
         ends = list(self.ends.values())
@@ -251,7 +251,7 @@ class _Fold:
             total_s=max(0.0, self.ended.finished_at - self.begun.started_at),
         )
 
-    def _surroundings(self) -> dict[str, Any]:
+    def _environment_columns(self) -> dict[str, Any]:
         leased = [e for e in self.stream if isinstance(e, ev.SandboxLeased)]
         if not leased:
             return {"sandbox": None}

@@ -27,13 +27,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Part of input_tokens that was written to the provider's cache."""
     cache_write_1h_tokens: int | None = None
     """Part of cache_write_tokens that is kept for an hour, which costs more; None where a provider
-    does not tell it apart."""
+    does not distinguish it."""
     output_tokens: int | None = None
     """All sampled tokens, reasoning included."""
     reasoning_tokens: int | None = None
     """Part of output_tokens that was reasoning."""
     reported_cost: float | None = None
-    """What the answer itself says that it cost, in the provider's unit."""
+    """The cost in the answer, in the unit of the provider."""
 
     @property
     def total_tokens(self) -> int | None:
@@ -44,7 +44,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of what is known; `unknown_calls` says how many calls are missing from them."""
+    """Sums of known usage; `unknown_calls` is the number of calls without it."""
 
     input_tokens: Int64 | None = None
     cache_read_tokens: Int64 | None = None
@@ -82,7 +82,7 @@ def total_usage(usages: Iterable[Usage], *, unknown_calls: int = 0) -> UsageTota
 
 
 def add_totals(totals: Iterable[UsageTotal]) -> UsageTotal:
-    """The sum of sums, for books over many rows."""
+    """The sum of totals over many rows."""
     rows = list(totals)
     fields = (f for f in UsageTotal.__struct_fields__ if f != "unknown_calls")
     sums = {f: _sum(getattr(r, f) for r in rows) for f in fields}

@@ -1,8 +1,8 @@
-"""Workspaces that rollouts left, kept in the run directory so that they can be graded again.
+"""Workspaces of rollouts, stored in the run directory for regrading.
 
 `workspaces/TRAJECTORY.tar.gz` holds the files, `workspaces/TRAJECTORY.json` what an environment
-noted in `ctx.state`. Both stand before the rollout's row does. What belongs to no row (a kill in
-between) is harmless and may be deleted. Of a rollout that could not be judged the row stands in
+noted in `ctx.state`. Both are stored before the row of the rollout. Files without a row (after a
+kill) are harmless and may be deleted. The row of a rollout that could not be graded is in
 `failures` and says so; `workspaces/TRAJECTORY.unjudged.json` says how its agent ended.
 """
 
@@ -25,7 +25,7 @@ WORKSPACES = "workspaces"
 
 @dataclass(frozen=True)
 class Kept:
-    """What one rollout left."""
+    """The final state of one rollout."""
 
     archive: Path | None
     """None where there was no sandbox."""
@@ -66,7 +66,7 @@ class Workspaces:
                 await sandbox.pack_left(self.folder / f"{trajectory_id}.{FORMAT}")
 
     def find(self, trajectory_id: str, *, sandboxed: bool) -> Kept | None:
-        """What a rollout left; None when nothing was kept, or its state could not be. Blocking.
+        """The stored state of a rollout; None when nothing was stored, or not its state. Blocking.
 
         Args:
             sandboxed: it had a sandbox, whose archive must be there.

@@ -235,7 +235,7 @@ def test_extra_body_keys_become_strings() -> None:
 def test_extra_body_may_not_contain_api_keys(name: str) -> None:
     for extra in ({name: "sk-secret"}, {"router": [{"inner": {name: "sk-secret"}}]}):
         for made in ({"extra_body": extra}, {}):
-            with pytest.raises(UserError, match=f"extra_body holds '{name.lower()}'") as caught:
+            with pytest.raises(UserError, match=f"extra_body contains '{name.lower()}'") as caught:
                 config(made, {"places": {"fake": {"extra_body": extra}}})
             assert "secret" not in str(caught.value)
 

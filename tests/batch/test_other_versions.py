@@ -94,7 +94,7 @@ def test_unknown_keys_in_run_yaml_of_another_version_are_dropped(
     manifest.write_text(json.dumps(content))
     assert main(["run", "--config", str(settings)]) == ExitCode.DONE
     assert "3/3 units done" in capsys.readouterr().out
-    assert "'run.removed' is no key of this version and is left out" in caplog.text
+    assert "'run.removed' is not a key of this version and is ignored" in caplog.text
     assert "removed" not in settings.read_text()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import made_up
+import scripted_rows
 
 from hermes_rl import events as ev
 from hermes_rl.export import write_run
@@ -161,7 +161,7 @@ def finished(
     size: int = 2,
 ) -> Finished:
     """One attempt of unit `number`; `size` units make a group."""
-    begun = made_up.begun(
+    begun = scripted_rows.make_begun(
         number,
         key=ev.AttemptKey(unit_id=unit(number), epoch=1, attempt=0),
         started_at=1000.0 + number,
@@ -198,7 +198,7 @@ def segment(number: int, ids: Sequence[int], trained: Sequence[int], **more: Any
         "template_hash": "t",
         "model": "m",
     }
-    return made_up.segment(number, ids, trained, **{**columns, **more})
+    return scripted_rows.make_segment(number, ids, trained, **{**columns, **more})
 
 
 def write(path: Path, rows: Sequence[Finished]) -> Path:

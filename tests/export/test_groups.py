@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import made_up
 import msgspec
 import pyarrow.parquet as pq
 import pytest
 import rollouts
+import scripted_rows
 
 from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
@@ -54,7 +54,7 @@ def group(number: int, rewards: tuple[float | None, ...], at: int = 1) -> Group:
     members = range(4 * number, 4 * number + 4)
     valid = [r is not None for r in rewards]
     known = iter(grpo([r for r in rewards if r is not None]))
-    return made_up.group(
+    return scripted_rows.make_group(
         number,
         at,
         group_id=rollouts.unit(10**6 + number),

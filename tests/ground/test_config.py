@@ -1,4 +1,4 @@
-"""Configuration: unknown keys are refused, and every message names place and mend."""
+"""Configuration: unknown keys are refused, and every message names the place and the fix."""
 
 import itertools
 import json
@@ -24,12 +24,12 @@ INF, PRICE = float("inf"), {"input": 1, "output": 1}
 NO_NAME = "not the name of a variable"
 
 
-def test_the_resolved_configuration_reads_back() -> None:
+def test_the_resolved_configuration_round_trips() -> None:
     config = parse_config({**GOOD, "agent": {"limits": {"max_turns": 3}}})
     assert parse_config(yaml.safe_load(to_yaml(config))) == config
 
 
-def test_endpoints_prices_and_mixes_read_back_and_keys_are_only_named(tmp_path: Path) -> None:
+def test_endpoints_prices_and_mixes_round_trip_without_key_values(tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text(
         "m: {input: 0.1, output: 2, long: {above: 9, input: 1, output: 4}}\nn: null\n"
@@ -104,7 +104,9 @@ def test_endpoints_prices_and_mixes_read_back_and_keys_are_only_named(tmp_path: 
         ({"providers": {"mine": {"api_key_env": "sk-proj-secret"}}}, NO_NAME),
     ],
 )
-def test_mistakes_are_one_short_line_without_secrets(change: dict[str, Any], says: str) -> None:
+def test_invalid_configuration_is_one_short_line_without_secrets(
+    change: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UserError) as caught:
         parse_config({**GOOD, **change}, "my.yaml")
     text = str(caught.value)
@@ -115,7 +117,7 @@ def test_mistakes_are_one_short_line_without_secrets(change: dict[str, Any], say
     text.encode()
 
 
-def test_set_makes_sections_and_reads_values_as_yaml() -> None:
+def test_set_creates_sections_and_parses_values_as_yaml() -> None:
     data: dict[str, Any] = {}
     for text in ("model.temperature=0.5", "agent.toolsets=[terminal]", "run.retry_failed=true"):
         set_key(data, *parse_assignment(text))
@@ -166,12 +168,12 @@ def test_a_system_prompt_from_a_file(tmp_path: Path) -> None:
         parse_config({**GOOD, "agent": {"system_prompt": f"@{tmp_path / 'absent'}"}})
 
 
-def test_rows_in_place_of_a_path_are_kept_in_a_file() -> None:
+def test_rows_passed_as_path_are_written_to_a_file() -> None:
     """The run's configuration names that file; the same rows give the same name."""
     rows = [{"prompt": "a"}, {"prompt": "b", "n": 1}]
 
-    def path(given: Any, **more: Any) -> str:
-        return RunConfig(dataset={"path": given, **more}, model={"name": "noop"}).dataset.path
+    def path(value: Any, **more: Any) -> str:
+        return RunConfig(dataset={"path": value, **more}, model={"name": "noop"}).dataset.path
 
     kept = path(rows)
     assert [json.loads(line) for line in Path(kept).read_text().splitlines()] == rows
@@ -185,7 +187,7 @@ def test_rows_in_place_of_a_path_are_kept_in_a_file() -> None:
         parse_config({"dataset": {"path": bad}, "model": {"name": "noop"}})
 
 
-def test_a_configuration_made_in_python_is_held_to_the_same(tmp_path: Path) -> None:
+def test_python_configurations_are_validated_alike(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--allow-unsandboxed"):
         RunConfig.model_validate({**GOOD, "sandbox": {"backend": "none"}})
     path = tmp_path / "system.txt"
@@ -194,7 +196,7 @@ def test_a_configuration_made_in_python_is_held_to_the_same(tmp_path: Path) -> N
     assert config.agent.system_prompt == "Be brief."
 
 
-def test_a_budget_of_a_model_that_no_call_asks_is_refused() -> None:
+def test_budgets_of_unused_models_are_refused() -> None:
     mix = {"model": {"mix": {"a": 1, "claude": 1}}, "dataset": {"path": "x.jsonl"}}
     where = {
         "places": {"claude": {"provider": "anthropic", "model": "claude-opus-5-5"}},
@@ -229,14 +231,14 @@ def test_a_budget_of_a_model_that_no_call_asks_is_refused() -> None:
         ),
     ],
 )
-def test_a_mistake_in_python_is_the_line_that_the_command_prints(make: Any, says: str) -> None:
+def test_python_errors_equal_those_of_the_command(make: Any, says: str) -> None:
     with pytest.raises(ValueError) as refused:
         make()
     assert str(refused.value) == says
     assert isinstance(refused.value, UserError)
 
 
-def test_errors_of_a_model_made_in_python_show_no_key() -> None:
+def test_errors_of_model_config_show_no_key() -> None:
     with pytest.raises(ValueError, match="api_keyy") as refused:
         ModelConfig(name="m", api_keyy="sk-secret")  # type: ignore[call-arg]
     assert "sk-secret" not in str(refused.value)
@@ -250,7 +252,7 @@ def test_errors_of_a_model_made_in_python_show_no_key() -> None:
 
 
 @pytest.mark.parametrize("key", ["tokens", "prompt_cache"])
-def test_off_as_yaml_understands_it(key: str) -> None:
+def test_yaml_off_is_accepted(key: str) -> None:
     dotted, value = parse_assignment(f"endpoint.{key}=off")
     data: dict[str, Any] = {**GOOD}
     set_key(data, dotted, value)

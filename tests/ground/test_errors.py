@@ -11,7 +11,7 @@ def classes(root: type[e.HermesError] = e.HermesError) -> list[type[e.HermesErro
     return [root, *(c for child in root.__subclasses__() for c in classes(child))]
 
 
-def test_every_class_has_a_cause_of_the_table() -> None:
+def test_every_error_class_has_a_known_cause() -> None:
     assert {c.cause for c in classes()} <= set(e.CAUSES)
     assert set(e.CANCELLED) <= set(e.CAUSES)
 
@@ -24,7 +24,7 @@ def test_every_class_has_a_cause_of_the_table() -> None:
         (OSError(errno.EIO, "broken"), "harness"),
         (KeyError("bug"), "harness"),
         (e.DiskFull("full"), "disk"),
-        (e.StoreError("damaged"), "harness"),  # nobody is to free space for this
+        (e.StoreError("damaged"), "harness"),
         (e.RateLimited("429"), "rate_limit"),
     ],
 )
@@ -32,7 +32,7 @@ def test_causes(error: Exception, cause: str) -> None:
     assert e.cause_of(error) == cause
 
 
-def test_what_counts_stops_and_is_tried_again() -> None:
+def test_consequences_of_causes() -> None:
     """DESIGN 5.3 and 5.6, in words of their own."""
     breakers = {c for c, what in e.CAUSES.items() if what.breaker}
     assert breakers == {"auth", "billing", "model_not_found", "outage", "disk", "cost_limit"}

@@ -24,7 +24,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_a_digest_survives_a_trip_through_json(value: object) -> None:
+def test_digests_survive_json_round_trips(value: object) -> None:
     again = json.loads(json.dumps(value))
     assert identity.digest(again) == identity.digest(value)
 
@@ -55,14 +55,14 @@ def test_ids_are_the_same_in_another_process() -> None:
     assert out == [unit, group, str(identity.unit_seed(7, "u"))]
 
 
-def test_ids_keep_their_values() -> None:
+def test_ids_equal_those_of_earlier_versions() -> None:
     """Run directories of earlier versions find their units by them."""
     assert identity.unit_id("c" * 64, "d" * 64, 1, 2) == "c4262ecd87d3d5067a3b9efe3fdcb86c"
     assert identity.group_id("c" * 64, "d" * 64, 1) == "4cc691cf2848c408c91cd42381fa00e0"
     assert identity.unit_key("c", "t", 0, 3).hex() == identity.unit_id("c", "t", 0, 3)
 
 
-def test_every_part_of_a_unit_id_counts() -> None:
+def test_every_part_changes_the_unit_id() -> None:
     base = ("c", "t", 0, 0)
     others = [("d", "t", 0, 0), ("c", "u", 0, 0), ("c", "t", 1, 0), ("c", "t", 0, 1)]
     ids = {identity.unit_id(*key) for key in [base, *others]}

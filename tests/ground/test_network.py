@@ -34,7 +34,7 @@ def network_of(value: object) -> object:
         (parse_assignment("sandbox.network=[a.example, b.example]")[1], ("a.example", "b.example")),
     ],
 )
-def test_off_on_and_hosts_are_read(value: object, wanted: object) -> None:
+def test_network_setting_accepts_off_on_and_hosts(value: object, wanted: object) -> None:
     assert network_of(value) == wanted
 
 
@@ -47,14 +47,14 @@ def test_off_on_and_hosts_are_read(value: object, wanted: object) -> None:
         ["a.example", 1],
     ],
 )
-def test_what_is_not_a_host_is_refused_in_one_line(value: object) -> None:
+def test_invalid_hosts_are_refused_in_one_line(value: object) -> None:
     with pytest.raises(UserError) as refused:
         network_of(value)
     assert "'sandbox.network' " in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_run_with_the_network_off_or_on_is_the_run_that_it_was() -> None:
+def test_network_off_and_on_keep_the_identity_of_older_runs() -> None:
     """The definition, and so the hash, of a run with a list is that of the set of its hosts."""
     identities = {
         name: identity_of(parse_config({**BASE, "sandbox": {"network": value}}))
@@ -91,7 +91,7 @@ def test_a_run_with_the_network_off_or_on_is_the_run_that_it_was() -> None:
         ("[::1]:80", "[::2]", 80, False),
     ],
 )
-def test_an_entry_names_hosts_and_ports(entry: str, host: str, port: int, allowed: bool) -> None:
+def test_entries_match_hosts_and_ports(entry: str, host: str, port: int, allowed: bool) -> None:
     assert AllowedHosts((entry,)).allow(parse_host(host), port) == allowed
 
 
@@ -109,12 +109,12 @@ def test_an_entry_names_hosts_and_ports(entry: str, host: str, port: int, allowe
         *((one, False) for one in ("2002:a00:1::", "2001:0:a00:1::", "64:ff9b:1::1")),
     ],
 )
-def test_names_may_be_at_public_addresses_only(address: str, public: bool) -> None:
+def test_names_may_resolve_to_public_addresses_only(address: str, public: bool) -> None:
     hosts = AllowedHosts(("a.example",))
     assert hosts.allow_address(ip_address(address), 443) == public
 
 
-def test_an_entry_that_is_an_address_permits_it_for_names_too() -> None:
+def test_an_address_entry_also_permits_names_at_it() -> None:
     hosts = AllowedHosts(("mirror.example", "10.0.0.5:443"))
     assert hosts.allow_address(ip_address("10.0.0.5"), 443)
     assert hosts.allow_address(ip_address("::ffff:10.0.0.5"), 443)
@@ -122,7 +122,7 @@ def test_an_entry_that_is_an_address_permits_it_for_names_too() -> None:
     assert not hosts.allow_address(ip_address("10.0.0.6"), 443)
 
 
-def test_parsing_the_canonical_form_changes_nothing() -> None:
+def test_canonical_hosts_parse_to_themselves() -> None:
     found = parse_network("*.A.example:99,[::1],1.2.3.4,b")
     assert isinstance(found, tuple)
     assert parse_network(found) == found

@@ -59,7 +59,7 @@ def test_all_inputs_give_the_same_tasks(tmp_path: Path) -> None:
     assert places == [f"{tmp_path}/a.jsonl.gz:{n}" for n in (1, 2, 3)]
 
 
-def test_a_packed_csv_that_breaks_off_is_refused_at_its_place(tmp_path: Path) -> None:
+def test_a_truncated_gzip_csv_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.csv.gz"
     packed = gzip.compress(b"prompt\n" + b"".join(b"%d\n" % n for n in range(100_000)))
     path.write_bytes(packed)
@@ -69,7 +69,7 @@ def test_a_packed_csv_that_breaks_off_is_refused_at_its_place(tmp_path: Path) ->
         list(read_tasks(str(path)))
 
 
-def test_csv_reads_json_columns(tmp_path: Path) -> None:
+def test_csv_columns_may_contain_json(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text('question,requires,repeats\n"say ""hi""","[""git""]",2\n')
     (row,) = read_tasks(str(path), columns={"prompt": "question"})
@@ -90,7 +90,7 @@ def test_sources_are_streamed() -> None:
     assert [r.index for r in rows] == [0, 1, 2]
 
 
-def test_a_bad_row_is_reported_with_its_place_and_stops_nothing(tmp_path: Path) -> None:
+def test_bad_rows_are_reported_with_their_place(tmp_path: Path) -> None:
     path = tmp_path / "my.jsonl"
     path.write_text('{"prompt": "fine"}\n{"broken\n\n{"question": "q"}\n[1]\n{"prompt": "last"}\n')
     rows = list(read_tasks(str(path)))
@@ -128,7 +128,7 @@ def test_a_bad_row_is_reported_with_its_place_and_stops_nothing(tmp_path: Path) 
         ({"setup": 4}, "'setup' must be text"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, Any], says: str) -> None:
+def test_invalid_rows_name_the_error(change: dict[str, Any], says: str) -> None:
     row = parse_row({"prompt": "p", **change}, 0, "here")
     assert row.task is None
     assert says in (row.error or "")
@@ -136,13 +136,13 @@ def test_what_is_wrong_is_said(change: dict[str, Any], says: str) -> None:
 
 def test_files_and_metadata_are_kept_exactly() -> None:
     blob = bytes(range(256))
-    given = {
+    row = {
         "prompt": "p",
         "files": {"bin": {"base64": base64.b64encode(blob).decode()}, "ü.txt": "grüße"},
         "level": 2.0,
         "nested": {"a": [1, None]},
     }
-    task = parse_row(given, 0, "here").task
+    task = parse_row(row, 0, "here").task
     assert task is not None
     assert task.files == {"bin": blob, "ü.txt": "grüße".encode()}
     assert task.metadata == {"level": 2, "nested": {"a": [1, None]}}
@@ -155,19 +155,19 @@ def test_files_and_metadata_are_kept_exactly() -> None:
         ("./absent", "no such file"),
     ],
 )
-def test_a_missing_dataset_names_the_mend(name: str, says: str) -> None:
+def test_missing_datasets_are_reported(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         list(read_tasks(name))
 
 
-def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_unknown_file_types_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.xlsx"
     path.write_bytes(b"x")
     with pytest.raises(UserError, match="unknown kind of file"):
         list(read_tasks(str(path)))
 
 
-def test_names_for_run_directories() -> None:
+def test_dataset_names() -> None:
     assert dataset_name("data/my.jsonl") == "my"
     assert dataset_name("smoke") == "smoke"
     assert dataset_name("data/my.jsonl.gz") == "my"
@@ -175,11 +175,11 @@ def test_names_for_run_directories() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "error"),
     [
-        ({"prompt": "half \ud800"}, "'prompt' is no valid Unicode text"),
-        ({"prompt": "p", "note\ud800": "x"}, "is no valid Unicode text"),
-        ({"prompt": "p", "id": "x\ud800"}, "'id' is no valid Unicode text"),
+        ({"prompt": "half \ud800"}, "'prompt' is not valid Unicode text"),
+        ({"prompt": "p", "note\ud800": "x"}, "is not valid Unicode text"),
+        ({"prompt": "p", "id": "x\ud800"}, "'id' is not valid Unicode text"),
         ({"prompt": "p", "count": 2**70}, "'count' holds a whole number of more than 64 bits"),
         ({"prompt": "p", "tags": {1, 2}}, "column 'tags' holds a set"),
         ({"prompt": "p", "verify": "tr\0ue"}, "'verify' holds a NUL byte"),
@@ -195,14 +195,14 @@ def test_names_for_run_directories() -> None:
         ({"prompt": [{"role": "assistant", "reasoning_content": 5}]}, "'reasoning_content'"),
     ],
 )
-def test_rows_that_nothing_could_store_are_bad_rows(row: dict[str, Any], said: str) -> None:
+def test_rows_that_cannot_be_stored_are_bad_rows(row: dict[str, Any], error: str) -> None:
     parsed = parse_row(row, 0, "my.jsonl:1")
     assert parsed.task is None
-    assert said in str(parsed.error)
-    msgspec.msgpack.encode(parsed)  # it travels to workers and stands in the journal
+    assert error in str(parsed.error)
+    msgspec.msgpack.encode(parsed)  # it is sent to workers and stored in the journal
 
 
-def test_columns_of_parquet_without_a_json_form_are_given_one(tmp_path: Path) -> None:
+def test_parquet_types_are_converted_to_json(tmp_path: Path) -> None:
     row = {
         "prompt": "p",
         "id": 7,
@@ -229,7 +229,7 @@ def test_columns_of_parquet_without_a_json_form_are_given_one(tmp_path: Path) ->
     msgspec.json.encode(parsed)
 
 
-def test_a_script_in_a_csv_is_no_json(tmp_path: Path) -> None:
+def test_scripts_in_csv_are_not_parsed_as_json(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text('prompt,verify\na,true\nb,"{""script"": ""test -f x""}"\n')
     first, second = (row.task for row in read_tasks(str(path)))
@@ -241,7 +241,7 @@ def test_a_script_in_a_csv_is_no_json(tmp_path: Path) -> None:
     assert second.verify.script == "test -f x"
 
 
-def test_a_name_that_no_hub_knows_is_said_at_once() -> None:
+def test_unknown_dataset_names_fail_fast() -> None:
     code = "from hermes_rl.sources import read_tasks; list(read_tasks('no/such'))"
     began = time.monotonic()
     done = subprocess.run(
@@ -257,7 +257,7 @@ def test_a_name_that_no_hub_knows_is_said_at_once() -> None:
     assert "Retrying" not in done.stderr
 
 
-def test_a_long_field_of_a_csv_is_read_and_a_broken_one_is_a_bad_row(tmp_path: Path) -> None:
+def test_long_csv_fields_are_read_and_broken_ones_are_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(b'prompt,x\n"' + b"a" * 200_000 + b'",1\r\nb\rc,2\nlast,3\n')
     rows = list(read_tasks(str(path)))
@@ -267,7 +267,7 @@ def test_a_long_field_of_a_csv_is_read_and_a_broken_one_is_a_bad_row(tmp_path: P
     assert rows[-1].task.prompt_text == "last"
 
 
-def test_an_open_quote_of_a_csv_is_told_with_its_line_and_takes_no_rows_in_silence(
+def test_an_unclosed_csv_quote_is_reported_with_its_line(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "t.csv"
@@ -282,7 +282,7 @@ def test_an_open_quote_of_a_csv_is_told_with_its_line_and_takes_no_rows_in_silen
     assert [row.task is not None for row in rows] == [False, True]
 
 
-def test_two_columns_of_a_csv_with_one_name_are_refused_and_empty_names_are_not(
+def test_duplicate_csv_columns_are_refused_except_empty_names(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "t.csv"

@@ -90,7 +90,7 @@ def episode() -> list[ev.Event]:
     ]
 
 
-def test_a_whole_episode() -> None:
+def test_fold_of_a_whole_episode() -> None:
     row = fold(episode())
     assert (row.status, row.end_reason, row.owner, row.reward) == ("ok", "answered", "policy", 1.0)
     assert (row.turns, row.tool_call_count, row.final_response) == (2, 2, "done")
@@ -109,7 +109,7 @@ def test_a_whole_episode() -> None:
 
 
 @given(st.integers(0, 20))
-def test_a_killed_attempt_keeps_its_turns_and_owns_up_to_the_open_call(cut: int) -> None:
+def test_a_killed_attempt_keeps_its_turns_and_lists_the_open_call(cut: int) -> None:
     whole = episode()
     events = whole[: 1 + cut % (len(whole) - 1)]
     row = fold(events, lost="driver_lost", at=120.0)
@@ -127,14 +127,14 @@ def test_a_killed_attempt_keeps_its_turns_and_owns_up_to_the_open_call(cut: int)
         assert row.metrics["unknown_output_tokens_max"] == 64.0
 
 
-def test_the_fold_is_the_same_after_a_trip_through_the_journal() -> None:
+def test_fold_is_equal_after_a_journal_round_trip() -> None:
     lines = [msgspec.json.encode(e) for e in episode()]
     again = [msgspec.json.decode(line, type=ev.Event) for line in lines]
     assert fold(again) == fold(episode())
 
 
 @pytest.mark.parametrize("reason", ENDINGS)
-def test_endings_of_the_policy_are_graded_and_stand_in_trajectories(reason: str) -> None:
+def test_policy_endings_are_graded_rows_of_trajectories(reason: str) -> None:
     end = ev.Ended(finished_at=2.0, end_reason=reason)
     row = fold([begun(), ev.Graded(reward=0.0), end])
     assert (row.table, row.reward, row.owner) == ("trajectories", 0.0, "policy")
@@ -150,7 +150,7 @@ def test_failures_never_have_a_reward(cause: str) -> None:
     assert row.end_reason == (cause if cause in ("interrupted", "cost_limit") else "error")
 
 
-def test_unknown_is_not_zero() -> None:
+def test_unknown_usage_is_null_not_zero() -> None:
     total = total_usage([Usage(input_tokens=1, output_tokens=2)], unknown_calls=1)
     assert (total.reasoning_tokens, total.unknown_calls) == (None, 1)
     assert total_usage([], unknown_calls=1).total_tokens is None
@@ -159,7 +159,7 @@ def test_unknown_is_not_zero() -> None:
     assert (both.total_tokens, both.cache_read_tokens, both.unknown_calls) == (3, None, 1)
 
 
-def test_what_a_prompt_quotes_is_not_this_rollouts_doing() -> None:
+def test_messages_quoted_in_a_prompt_do_not_count() -> None:
     quoted = ToolCall(id="q", name="search", arguments="{}")
     row = fold(
         [

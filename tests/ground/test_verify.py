@@ -1,4 +1,4 @@
-"""What a grading box's end means."""
+"""The rewards of grading results."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import GradingResult
 
 
-def box(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:
+def grading_result(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:
     timed_out = more.get("timed_out", False)
     return GradingResult(
         exit_code=exit_code, timed_out=timed_out, output="reward=1.0\n", report=report
@@ -17,13 +17,13 @@ def box(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:
 @pytest.mark.parametrize(
     ("result", "score", "reward"),
     [
-        (box(0), False, 1.0),
-        (box(1), False, 0.0),
-        (box(0, timed_out=True), False, 0.0),
-        (box(0, b"reward=0.25\n"), True, 0.25),
-        (box(1, b"reward=0.25\n"), True, 0.25),
-        (box(1), True, 0.0),
-        (box(0, b"reward=1\n", timed_out=True), True, 0.0),
+        (grading_result(0), False, 1.0),
+        (grading_result(1), False, 0.0),
+        (grading_result(0, timed_out=True), False, 0.0),
+        (grading_result(0, b"reward=0.25\n"), True, 0.25),
+        (grading_result(1, b"reward=0.25\n"), True, 0.25),
+        (grading_result(1), True, 0.0),
+        (grading_result(0, b"reward=1\n", timed_out=True), True, 0.0),
     ],
 )
 def test_rewards(result: GradingResult, score: bool, reward: float) -> None:
@@ -34,11 +34,11 @@ def test_rewards(result: GradingResult, score: bool, reward: float) -> None:
     "report",
     [b"", b"reward=nan", b"reward=inf", b"reward=x", b"1.0", b"reward=1\nreward=1", b"\xff"],
 )
-def test_a_report_that_is_none_is_the_verifiers_fault(report: bytes) -> None:
+def test_an_invalid_report_is_a_verifier_fault(report: bytes) -> None:
     with pytest.raises(VerifierFault):
-        judge(box(0, report), score=True)
+        judge(grading_result(0, report), score=True)
 
 
-def test_the_verifier_may_decline() -> None:
+def test_the_verifier_may_decline_to_judge() -> None:
     with pytest.raises(VerifierFault, match="cannot judge: no display"):
-        judge(box(0, b"cannot-judge=no display\n"), score=True)
+        judge(grading_result(0, b"cannot-judge=no display\n"), score=True)

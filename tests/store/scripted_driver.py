@@ -1,10 +1,8 @@
-"""A whole driver without models, to be killed: `play(...)` makes all units of a made-up plan.
+"""A driver without models, for kills: `play(...)` runs all units of a scripted plan.
 
-Run as a program it is a server that forks one driver per line on its standard input, so that a
-kill costs milliseconds and not the start of an interpreter. It has loaded all that a driver loads
-late: pyarrow, and pandas, which that imports when rows become Python objects, are most of what a
-short life would cost.
-"""
+As a program it is a server that forks one driver per line on its standard input, so that a kill
+costs milliseconds. It has imported everything that a driver imports late, such as pyarrow and
+pandas."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import made_up
 import pandas  # noqa: F401  so that forked drivers need not load it; the same for the next lines
 import pyarrow.compute
 import pyarrow.dataset
 import pyarrow.pandas_compat
 import pyarrow.parquet  # noqa: F401
+import scripted_rows
 
 from hermes_rl.store import (
     Driver,
@@ -41,13 +39,13 @@ AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What is played."""
+    """A scripted run."""
 
     path: str
     units: int = 10
 
     def cause(self, number: int, attempt: int) -> str | None:
-        """Every fifth unit fails at first; unit 3 fails always; unit 6 is a bad task."""
+        """Every fifth unit fails once; unit 3 always fails; unit 6 is a bad task."""
         if number == 6:
             return "task"
         if number == 3 or (number % 5 == 4 and attempt == 0):
@@ -55,8 +53,8 @@ class Plan:
         return None
 
 
-class Books:
-    """The log of the outside world: which attempts were asked for, which receipts were given."""
+class AttemptLog:
+    """A log outside the run directory: attempts that started, and receipts."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -65,49 +63,49 @@ class Books:
         os.write(self._fd, f"{what} {number} {epoch} {attempt}\n".encode())
 
 
-async def attempt(
-    plan: Plan, driver: Driver, journal: JournalWriter, books: Books, number: int
+async def run_attempt(
+    plan: Plan, driver: Driver, journal: JournalWriter, log: AttemptLog, number: int
 ) -> None:
-    unit = made_up.unit(number)
+    unit = scripted_rows.unit_id(number)
     tried = driver.ledger.next_attempt(unit)
-    driver.dispatch(made_up.item(number, tried, driver.epoch), journal.writer)
-    books.note("asked", number, driver.epoch, tried)
+    driver.dispatch(scripted_rows.make_item(number, tried, driver.epoch), journal.writer)
+    log.note("started", number, driver.epoch, tried)
     cause = plan.cause(number, tried)
-    made = made_up.finished(number, tried, driver.epoch, cause=cause)
+    made = scripted_rows.make_finished(number, tried, driver.epoch, cause=cause)
     recorder = journal.recorder(made.key)
-    for event in made_up.story(number, tried, driver.epoch, cause=cause):
+    for event in scripted_rows.make_events(number, tried, driver.epoch, cause=cause):
         recorder.record(event)
         await asyncio.sleep(0)
     await journal.finish(made)
-    books.note("receipt", number, driver.epoch, tried)
-    driver.receive(made_up.receipt(made, journal.writer))
+    log.note("receipt", number, driver.epoch, tried)
+    driver.receive(scripted_rows.make_receipt(made, journal.writer))
 
 
 async def play(plan: Plan) -> None:
-    """Open the run, make what is open, publish, close."""
+    """Run all open units, publish and close."""
     path = Path(plan.path)
-    books = Books(path.with_name(path.name + ".books"))
+    log = AttemptLog(path.with_name(path.name + ".log"))
     options = OpenOptions(grace_s=0.1)
-    async with await open_run(path, made_up.CONFIG, None, options) as driver:
+    async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         policy = SealPolicy(rows=ROWS_PER_BATCH)
         async with JournalWriter(driver.run_dir, driver.epoch, 0, policy=policy) as journal:
             publisher = Publisher(journal)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(publisher.run())
-                await all_units(plan, driver, journal, books)
+                await run_units(plan, driver, journal, log)
                 running.cancel()
             await publisher.drain()
-    async with await open_run(path, made_up.CONFIG, None, options) as driver:
+    async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         write_stats(driver.run_dir, driver.ledger, {"units": plan.units})
 
 
-async def all_units(plan: Plan, driver: Driver, journal: JournalWriter, books: Books) -> None:
+async def run_units(plan: Plan, driver: Driver, journal: JournalWriter, log: AttemptLog) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def unit(number: int) -> None:
-        while driver.ledger.disposition(made_up.unit(number)) == "open":
+        while driver.ledger.disposition(scripted_rows.unit_id(number)) == "open":
             async with slots:
-                await attempt(plan, driver, journal, books, number)
+                await run_attempt(plan, driver, journal, log, number)
 
     async with asyncio.TaskGroup() as group:
         for number in range(plan.units):

@@ -1,4 +1,4 @@
-"""Arrays made from buffers hold what pyarrow's own conversion makes of the same values."""
+"""Arrays built from buffers equal those of pyarrow's own conversion."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def fields() -> list[Any]:
 @pytest.mark.parametrize("field", fields(), ids=lambda f: f.name)
 @settings(max_examples=30)
 @given(data=st.data())
-def test_equal_to_the_conversion_of_pyarrow(field: Any, data: st.DataObject) -> None:
+def test_arrays_equal_the_conversion_of_pyarrow(field: Any, data: st.DataObject) -> None:
     values = data.draw(st.lists(values_of(field.type), max_size=10))
     schema = pa.schema([field])
     rows = [{field.name: value} for value in values]
@@ -74,6 +74,6 @@ def test_equal_to_the_conversion_of_pyarrow(field: Any, data: st.DataObject) -> 
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(value: Any, kind: Any) -> None:
+def test_values_that_do_not_fit_are_refused(value: Any, kind: Any) -> None:
     with pytest.raises((TypeError, ValueError, OverflowError)):
         array_of([None, value], kind)

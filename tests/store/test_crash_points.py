@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+import invariants as checks
 import pytest
-import run_checks as checks
-from made_up import Play
 from scripted_driver import Plan
+from scripted_rows import Play
 
 from hermes_rl.store import CRASH_POINTS
 
@@ -13,12 +13,12 @@ KILLED = -9
 RECOVERY = [p for p in CRASH_POINTS if p.startswith("recover")]
 
 
-def test_an_unbroken_run_passes_all_checks(play: Play, run_path: Path) -> None:
+def test_an_undisturbed_run_passes_all_checks(play: Play, run_path: Path) -> None:
     plan = Plan(str(run_path))
     assert play(path=plan.path) == 0
-    checks.at_the_end(Path(plan.path), plan)
+    checks.check_finished_run(Path(plan.path), plan)
     assert play(path=plan.path) == 0, "nothing is left to do"
-    checks.at_the_end(Path(plan.path), plan)
+    checks.check_finished_run(Path(plan.path), plan)
 
 
 @pytest.mark.parametrize("passing", [1, 3])
@@ -28,9 +28,9 @@ def test_killed_at(play: Play, run_path: Path, point: str, passing: int) -> None
     path = run_path
     status = play(path=path, crash_at=f"{point}:{passing}")
     assert status == KILLED or passing > 1 or point in RECOVERY
-    checks.always(path)
+    checks.check_invariants(path)
     assert play(path=path) == 0
-    checks.at_the_end(path, plan)
+    checks.check_finished_run(path, plan)
 
 
 BEFORE = [
@@ -47,6 +47,6 @@ def test_recovery_killed_at(play: Play, run_path: Path, point: str, before: str)
     assert play(path=path, crash_at=before) == KILLED
     for passing in (1, 2):
         assert play(path=path, crash_at=f"{point}:{passing}") in (KILLED, 0)
-        checks.always(path)
+        checks.check_invariants(path)
     assert play(path=path) == 0
-    checks.at_the_end(path, plan)
+    checks.check_finished_run(path, plan)

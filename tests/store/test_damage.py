@@ -1,15 +1,15 @@
-"""What a kill tears is cut; what is damaged stops the run, loses nothing, and can be repaired."""
+"""Incomplete lines of a kill are cut; damage stops the run, loses nothing, and can be repaired."""
 
 import asyncio
 import os
 from pathlib import Path
 
-import made_up
+import invariants as checks
 import msgspec
 import pytest
-import run_checks as checks
-from made_up import Play
+import scripted_rows
 from scripted_driver import Plan
+from scripted_rows import Play
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import JournalWriter, OpenOptions, encode_line, load_run, open_run, repair_run
@@ -30,17 +30,17 @@ def test_a_torn_tail_is_cut(play: Play, run_path: Path, share: float) -> None:
     lines = done.read_bytes().splitlines(keepends=True)
     tail = max(1, int(len(lines[-1]) * share))
     done.write_bytes(b"".join(lines[:-1]) + lines[-1][:tail])
-    (run_path.with_name("run.books")).unlink()  # its last receipt was never given
+    (run_path.with_name("run.log")).unlink()  # its last receipt was never given
     assert play(path=run_path) == 0
-    checks.at_the_end(run_path, Plan(str(run_path)))
+    checks.check_finished_run(run_path, Plan(str(run_path)))
 
 
-def test_a_live_file_without_its_last_lines_is_enough(play: Play, run_path: Path) -> None:
+def test_recovery_works_with_a_truncated_live_file(play: Play, run_path: Path) -> None:
     cut_run(play, run_path, "attempt-3-done")
     live = run_path / "journal" / "1-0" / "live-0.jsonl"
     os.truncate(live, live.stat().st_size // 2)
     assert play(path=run_path) == 0
-    checks.at_the_end(run_path, Plan(str(run_path)))
+    checks.check_finished_run(run_path, Plan(str(run_path)))
 
 
 @pytest.mark.parametrize("kind", ["done", "live"])
@@ -54,7 +54,7 @@ async def test_a_flipped_byte_stops_the_run_and_can_be_repaired(
     damaged.write_bytes(content)
 
     with pytest.raises(StoreError) as caught:
-        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+        await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
     kept = run_path / "quarantine" / "1-0" / damaged.name
     assert str(damaged) in str(caught.value)
     assert "line " in str(caught.value)
@@ -62,7 +62,7 @@ async def test_a_flipped_byte_stops_the_run_and_can_be_repaired(
     assert "--repair` saves its good lines" in str(caught.value)
     assert kept.read_bytes() == content, "nothing is deleted"
     with pytest.raises(StoreError, match=r"waits for .hermes-rl check"):
-        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+        await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
 
     report = await asyncio.to_thread(repair_run, run_path, grace_s=0.1)
     assert [Path(p).read_bytes() for p in report.saved] == [content]
@@ -71,32 +71,32 @@ async def test_a_flipped_byte_stops_the_run_and_can_be_repaired(
     finished = set(rows.trajectories["unit_id"]) | set(
         rows.failures[~rows.failures["cause"].isin(["driver_lost"])]["unit_id"]
     )
-    _, receipts = checks.books(run_path)
+    _, receipts = checks.read_log(run_path)
     assert len({unit for unit, _, _ in receipts} - finished) <= lost_rows
     assert play(path=run_path) == 0
     assert (await asyncio.to_thread(repair_run, run_path)).saved == []
 
 
-async def test_a_unit_that_is_final_twice_stops_the_run_until_repaired(
+async def test_a_unit_finished_twice_stops_the_run_until_repaired(
     play: Play, run_path: Path
 ) -> None:
     plan = Plan(str(run_path))
     assert play(path=run_path) == 0
-    # A writer that came back although it was fenced: only then can this happen.
-    ghost = run_path / "journal" / "1-7"
-    ghost.mkdir()
-    again = [made_up.finished(n, attempt=5) for n in (0, 1)]
+    # This can only happen when a fenced writer continues.
+    late_writer = run_path / "journal" / "1-7"
+    late_writer.mkdir()
+    again = [scripted_rows.make_finished(n, attempt=5) for n in (0, 1)]
     lines = [encode_line(msgspec.json.encode(f)) for f in again]
-    (ghost / "done-0.jsonl").write_bytes(b"".join(lines))
+    (late_writer / "done-0.jsonl").write_bytes(b"".join(lines))
 
     for _ in range(2):
         with pytest.raises(StoreError) as caught:
-            await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+            await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
         assert "finished more than once: epoch 1 attempt 0 (1-0-" in str(caught.value)
         assert "epoch 1 attempt 5 (1-7-0)" in str(caught.value)
 
     report = await asyncio.to_thread(repair_run, run_path)
-    assert sorted(report.duplicates) == sorted(made_up.unit(n) for n in (0, 1))
+    assert sorted(report.duplicates) == sorted(scripted_rows.unit_id(n) for n in (0, 1))
     assert play(path=run_path) == 0
     run = load_run(run_path)
     moved = run.failures[run.failures["cause"] == "duplicate"]
@@ -106,23 +106,27 @@ async def test_a_unit_that_is_final_twice_stops_the_run_until_repaired(
     assert run.trajectories["unit_id"].is_unique
     assert len(run.trajectories) == plan.units - 2
     assert not (run_path / "trajectories" / "part-1-7-0.parquet").exists()
-    checks.always(run_path)
+    checks.check_invariants(run_path)
 
 
-async def test_a_repair_keeps_the_books_and_trains_no_duplicate(play: Play, run_path: Path) -> None:
-    """The batch of the later row holds another unit's too, and tokens of both."""
+async def test_a_repair_updates_sums_and_excludes_duplicates_from_training(
+    play: Play, run_path: Path
+) -> None:
+    """The batch of the later row also has a row of another unit, and tokens of both."""
     assert play(path=run_path) == 0
     both = []
-    for made in (made_up.finished(0, attempt=5), made_up.finished(95)):
+    for made in (scripted_rows.make_finished(0, attempt=5), scripted_rows.make_finished(95)):
         row = msgspec.structs.replace(made.row, metrics={"captured_calls": 2.0})
-        own = msgspec.structs.replace(made.segments[0], trajectory_id=row.trajectory_id, reward=1.0)
-        both.append(msgspec.structs.replace(made, row=row, segments=(own,)))
-    ghost = run_path / "journal" / "1-7"
-    ghost.mkdir()
+        segment = msgspec.structs.replace(
+            made.segments[0], trajectory_id=row.trajectory_id, reward=1.0
+        )
+        both.append(msgspec.structs.replace(made, row=row, segments=(segment,)))
+    late_writer = run_path / "journal" / "1-7"
+    late_writer.mkdir()
     lines = [encode_line(msgspec.json.encode(f)) for f in both]
-    (ghost / "done-0.jsonl").write_bytes(b"".join(lines))
+    (late_writer / "done-0.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(StoreError):
-        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+        await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
     before = load_run(run_path).stats["exact_tokens"]
 
     await asyncio.to_thread(repair_run, run_path)
@@ -135,14 +139,14 @@ async def test_a_repair_keeps_the_books_and_trains_no_duplicate(play: Play, run_
     fewer = {"trainable": before["trainable"] - 1, "trained_tokens": before["trained_tokens"] - 2}
     assert after == {**before, **fewer}
     assert after["calls"] == 4
-    checks.always(run_path)
+    checks.check_invariants(run_path)
 
 
-async def test_foreign_parts_are_reported_and_left(play: Play, run_path: Path) -> None:
+async def test_foreign_parts_are_reported_and_kept(play: Play, run_path: Path) -> None:
     assert play(path=run_path) == 0
     part = next((run_path / "trajectories").iterdir())
     (run_path / "trajectories" / "part-9-0-0.parquet").write_bytes(part.read_bytes())
-    async with await open_run(run_path, made_up.CONFIG) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG) as driver:
         assert driver.report.foreign == ["trajectories/part-9-0-0.parquet"]
     assert (run_path / "trajectories" / "part-9-0-0.parquet").exists()
 
@@ -150,7 +154,7 @@ async def test_foreign_parts_are_reported_and_left(play: Play, run_path: Path) -
 async def test_rows_of_lost_attempts_keep_their_turns(play: Play, run_path: Path) -> None:
     """Killed with a call open: the turns so far stand, the call is unknown, nothing is graded."""
     cut_run(play, run_path, "attempt-2-live:14")
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         assert len(driver.report.lost) == 3
     run = load_run(run_path)
     lost = run.failures
@@ -163,9 +167,7 @@ async def test_rows_of_lost_attempts_keep_their_turns(play: Play, run_path: Path
     assert max(len(m) for m in lost["messages"]) >= 1
 
 
-async def test_what_others_left_in_the_run_directory_stops_no_start(
-    play: Play, run_path: Path
-) -> None:
+async def test_foreign_files_do_not_prevent_a_start(play: Play, run_path: Path) -> None:
     """A network file system keeps removed files that are open as `.nfs...`."""
     cut_run(play, run_path)
     folder = run_path / "journal" / "1-0"
@@ -192,30 +194,32 @@ def zeros_in(path: Path, share: float = 0.4) -> int:
 
 
 @pytest.mark.parametrize("kind", ["done", "live"])
-async def test_an_unwritten_page_is_taken_for_absent(play: Play, run_path: Path, kind: str) -> None:
+async def test_unwritten_pages_are_skipped(play: Play, run_path: Path, kind: str) -> None:
     """Power was lost: a later page of an unsynced tail is there, an earlier one is not."""
     done = cut_run(play, run_path, "attempt-3-done:3")  # the third is not synced
     if kind == "done":
-        lines = [encode_line(msgspec.json.encode(made_up.finished(n))) for n in (60, 61, 62)]
+        lines = [
+            encode_line(msgspec.json.encode(scripted_rows.make_finished(n))) for n in (60, 61, 62)
+        ]
         with done.open("ab") as file:
             file.writelines(lines)
     zeros_in(done.with_name(f"{kind}-0.jsonl"), share=0.8 if kind == "done" else 0.4)
-    run_path.with_name("run.books").unlink()
+    run_path.with_name("run.log").unlink()
     assert play(path=run_path) == 0
     assert load_run(run_path).trajectories["unit_id"].is_unique
     if kind == "done":
-        assert made_up.unit(62) in set(load_run(run_path).trajectories["unit_id"])
+        assert scripted_rows.unit_id(62) in set(load_run(run_path).trajectories["unit_id"])
 
 
-async def test_an_unwritten_page_before_what_was_synced_is_damage(run_path: Path) -> None:
+async def test_zeros_in_synced_bytes_are_damage(run_path: Path) -> None:
     async with (
-        await open_run(run_path, made_up.CONFIG) as driver,
+        await open_run(run_path, scripted_rows.CONFIG) as driver,
         JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
     ):
         for number in range(4):
-            await made_up.attempt(driver, journal, number)
+            await scripted_rows.run_attempt(driver, journal, number)
     done = run_path / "journal" / "1-0" / "done-0.jsonl"
     at = zeros_in(done, share=0.3)
     with pytest.raises(StoreError, match=r"line 2 \(byte \d+\) is damaged"):
-        await open_run(run_path, made_up.CONFIG, None, OPTIONS)
+        await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
     assert at > 0

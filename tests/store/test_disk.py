@@ -1,4 +1,4 @@
-"""A full disk stops clearly, corrupts nothing, and the run goes on once there is room."""
+"""A full disk raises DiskFull, corrupts nothing, and the run continues once there is space."""
 
 import ctypes
 import os
@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import made_up
+import invariants as checks
 import pytest
-import run_checks as checks
+import scripted_rows
 from scripted_driver import Plan
 
 from hermes_rl.errors import DiskFull
@@ -46,8 +46,8 @@ file.append(b"c" * 1000)
 """
 
 
-def test_a_line_that_does_not_fit_is_undone(tmp_path: Path) -> None:
-    """The limit on the file's size cuts the write in mid-line, as a full disk does."""
+def test_a_partial_write_is_truncated(tmp_path: Path) -> None:
+    """A file size limit cuts the write in the middle of a line, like a full disk."""
     path = tmp_path / "done-0.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(path)],
@@ -66,7 +66,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     libc = ctypes.CDLL(None, use_errno=True)
     mounted = libc.mount(b"tmpfs", bytes(tmp_path), b"tmpfs", 0, b"size=1m")
     if mounted:
-        pytest.skip("mounting a small file system needs root; the test of one line stands for it")
+        pytest.skip(
+            "mounting a small file system needs root; see test_a_partial_write_is_truncated"
+        )
     yield tmp_path
     libc.umount2(bytes(tmp_path), 2)
 
@@ -84,7 +86,7 @@ async def test_a_full_disk(small_disk: Path, leave: int) -> None:
     plan = Plan(str(path), units=40)
     finished: list[int] = []
     async with (
-        await open_run(path, made_up.CONFIG) as driver,
+        await open_run(path, scripted_rows.CONFIG) as driver,
         JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
     ):
         publisher = Publisher(journal)
@@ -93,14 +95,14 @@ async def test_a_full_disk(small_disk: Path, leave: int) -> None:
             for number in range(plan.units):
                 if number == 5:
                     fill(small_disk, leave)
-                driver.dispatch(made_up.item(number, 0, 1), journal.writer)
-                made = made_up.finished(number)
+                driver.dispatch(scripted_rows.make_item(number, 0, 1), journal.writer)
+                made = scripted_rows.make_finished(number)
                 recorder = journal.recorder(made.key)
-                for event in made_up.story(number):
+                for event in scripted_rows.make_events(number):
                     recorder.record(event)
                 await journal.finish(made)
                 finished.append(number)
-                driver.receive(made_up.receipt(made, journal.writer))
+                driver.receive(scripted_rows.make_receipt(made, journal.writer))
                 if number % 5 == 4:
                     await publisher.drain()
 
@@ -109,17 +111,19 @@ async def test_a_full_disk(small_disk: Path, leave: int) -> None:
         for line in (path / "journal" / "1-0").glob("*.jsonl"):
             list(read_payloads(line))  # raises for a line that was not undone
     assert len(finished) >= 5
-    checks.always(path)
+    checks.check_invariants(path)
 
     (small_disk / "ballast").unlink()
-    async with await open_run(path, made_up.CONFIG, None, OpenOptions(grace_s=0.1)) as again:
-        states = {n: again.ledger.disposition(made_up.unit(n)) for n in finished}
+    async with await open_run(path, scripted_rows.CONFIG, None, OpenOptions(grace_s=0.1)) as again:
+        states = {n: again.ledger.disposition(scripted_rows.unit_id(n)) for n in finished}
     assert set(states.values()) == {"done"}
-    assert set(load_run(path).trajectories["unit_id"]) == {made_up.unit(n) for n in finished}
-    checks.always(path)
+    assert set(load_run(path).trajectories["unit_id"]) == {
+        scripted_rows.unit_id(n) for n in finished
+    }
+    checks.check_invariants(path)
 
 
-def test_the_content_of_a_line_is_kept_by_its_length_and_checksum(tmp_path: Path) -> None:
+def test_lines_have_length_and_checksum(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "a", CrashHook(), "attempt-3-done")
     file.append(b'{"a":1}')
     file.close()

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from made_up import Play
+from scripted_rows import Play
 
 from hermes_rl.store import CrashHook, RunDir, Storage, publish_batch
 
 
-class Noting(Storage):
+class RecordingStorage(Storage):
     """Notes which folders were made durable while `done` was still there."""
 
     def __init__(self, root: Path, done: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_redo_makes_the_commit_durable_first(play: Play, run_path: Path, step:
     assert play(path=run_path, crash_at=step) == -9
     done = run_path / "journal" / "1-0" / "done-0.jsonl"
     run_dir = RunDir(run_path)
-    storage = run_dir.storage = Noting(run_path, done)
+    storage = run_dir.storage = RecordingStorage(run_path, done)
     publish_batch(run_dir, done, "1-0-0")
     assert storage.synced[-1] == "commits"
     assert not done.exists()

@@ -3,12 +3,12 @@
 import tempfile
 from pathlib import Path
 
+import invariants as checks
 import pytest
-import run_checks as checks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up import Play
 from scripted_driver import Plan
+from scripted_rows import Play
 
 from hermes_rl.store import CRASH_POINTS
 
@@ -31,6 +31,6 @@ def test_any_sequence_of_kills(
         path = Path(folder) / "run"
         for point, passing in kills:
             assert play(path=path, units=units, crash_at=f"{point}:{passing}") in (0, -9)
-            checks.always(path)
+            checks.check_invariants(path)
         assert play(path=path, units=units) == 0
-        checks.at_the_end(path, Plan(str(path), units))
+        checks.check_finished_run(path, Plan(str(path), units))

@@ -1,10 +1,10 @@
-"""The compact ledger says what a plain dictionary would, in any order of arrival."""
+"""The compact ledger agrees with a plain implementation, for any order of attempts."""
 
 from collections import defaultdict
 from typing import Any
 
-import made_up
 import msgspec
+import scripted_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ histories = st.dictionaries(st.integers(0, 400), st.lists(causes, min_size=1, ma
 
 
 def expected(history: list[str | None], max_attempts: int) -> str:
-    """The rule of the design, said plainly."""
+    """The rule of the design."""
     if None in history:
         return "done"
     counted = sum(CAUSES[c].counted for c in history if c)
@@ -36,8 +36,8 @@ def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
     rows: dict[str | None, Any] = {}
     for number, attempt, cause in attempts:
         if cause not in rows:
-            rows[cause] = msgspec.to_builtins(made_up.row(number, cause=cause))
-        key = {"unit_id": made_up.unit(number), "epoch": 1, "attempt": attempt}
+            rows[cause] = msgspec.to_builtins(scripted_rows.make_row(number, cause=cause))
+        key = {"unit_id": scripted_rows.unit_id(number), "epoch": 1, "attempt": attempt}
         fatal_command = fatal(attempt, cause)
         tally.add({"key": key, "row": rows[cause], "fatal_command": fatal_command})
     return tally.commit("1-0-0")
@@ -45,7 +45,9 @@ def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
 
 @settings(max_examples=40, deadline=None)
 @given(history=histories, max_attempts=st.integers(1, 4), order=st.randoms(use_true_random=False))
-def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, order: Any) -> None:
+def test_ledger_agrees_with_the_rule(
+    history: dict[int, list[str | None]], max_attempts: int, order: Any
+) -> None:
     attempts = [(n, i, cause) for n, tries in history.items() for i, cause in enumerate(tries)]
     order.shuffle(attempts)
     half = len(attempts) // 2
@@ -53,7 +55,7 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
     twice = loaded.load([commit_of(attempts[:half])])
     for number, attempt, cause in attempts[half:]:
         loaded.apply(
-            made_up.unit(number),
+            scripted_rows.unit_id(number),
             attempt,
             done=cause is None,
             cause=cause,
@@ -65,7 +67,7 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
 
     counts: dict[str, int] = defaultdict(int)
     for number, tries in history.items():
-        unit, judged = made_up.unit(number), expected(tries, max_attempts)
+        unit, judged = scripted_rows.unit_id(number), expected(tries, max_attempts)
         counts[judged] += 1
         for ledger in (loaded, whole):
             assert ledger.disposition(unit) == judged
@@ -78,21 +80,21 @@ def test_dispositions(history: dict[int, list[str | None]], max_attempts: int, o
         assert (ledger.done, ledger.given_up) == (counts["done"], counts["given_up"])
         assert len(ledger) == len(history)
         assert dict(ledger.units()) == {
-            made_up.unit(n): expected(t, max_attempts) for n, t in history.items()
+            scripted_rows.unit_id(n): expected(t, max_attempts) for n, t in history.items()
         }
     assert (
         set(twice)
         <= set(more)
-        == {made_up.unit(n) for n, tries in history.items() if tries.count(None) > 1}
+        == {scripted_rows.unit_id(n) for n, tries in history.items() if tries.count(None) > 1}
     )
     assert whole.reopen_given_up() == counts["given_up"]
     assert whole.given_up == 0
     opened = [n for n, tries in history.items() if expected(tries, max_attempts) == "given_up"]
-    assert all(whole.fatal_commands(made_up.unit(n)) == () for n in opened)
+    assert all(whole.fatal_commands(scripted_rows.unit_id(n)) == () for n in opened)
 
 
-def test_what_was_never_heard_of_is_open() -> None:
+def test_unknown_units_are_open() -> None:
     ledger = Ledger()
-    assert ledger.disposition(made_up.unit(1)) == "open"
-    assert ledger.next_attempt(made_up.unit(1)) == 0
-    assert ledger.fatal_commands(made_up.unit(1)) == ()
+    assert ledger.disposition(scripted_rows.unit_id(1)) == "open"
+    assert ledger.next_attempt(scripted_rows.unit_id(1)) == 0
+    assert ledger.fatal_commands(scripted_rows.unit_id(1)) == ()

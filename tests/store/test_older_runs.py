@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import made_up
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scripted_rows
 
 from hermes_rl.cli import faults_of
 from hermes_rl.store import LATER, load_run, open_run, schema_of, to_arrow
@@ -17,7 +17,7 @@ def faults(run_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("table", LATER)
 async def test_a_part_without_a_later_column(run_path: Path, table: str) -> None:
-    async with await open_run(run_path, made_up.CONFIG):
+    async with await open_run(run_path, scripted_rows.CONFIG):
         pass
     rows = [{"group_id": name, "created_at": 1} for name in ("one", "two")]
     new = to_arrow(rows[1:], schema_of(table))

@@ -1,4 +1,4 @@
-"""Readers see whole files and no row twice while a run goes on; statistics follow from commits."""
+"""Readers see whole files and no row twice during a run; statistics follow from commits."""
 
 import asyncio
 import json
@@ -6,15 +6,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import made_up
+import invariants as checks
 import pyarrow.parquet as pq
-import run_checks as checks
-from made_up import Play, attempt
+import scripted_rows
+from scripted_rows import Play, run_attempt
 
 from hermes_rl.store import Batch, JournalWriter, Publisher, SealPolicy, load_run, open_run
 
 
-async def test_reading_while_a_run_goes_on(run_path: Path) -> None:
+async def test_reading_during_a_run(run_path: Path) -> None:
     """Each look finds every attempt that had its receipt before, once."""
     looks = 0
     over = asyncio.Event()
@@ -35,7 +35,7 @@ async def test_reading_while_a_run_goes_on(run_path: Path) -> None:
             looks += 1
 
     async with (
-        await open_run(run_path, made_up.CONFIG) as driver,
+        await open_run(run_path, scripted_rows.CONFIG) as driver,
         JournalWriter(driver.run_dir, 1, 0, policy=SealPolicy(rows=7)) as journal,
         asyncio.TaskGroup() as group,
     ):
@@ -43,8 +43,8 @@ async def test_reading_while_a_run_goes_on(run_path: Path) -> None:
         group.create_task(watch())
         publishing = group.create_task(publisher.run())
         for number in range(150):
-            await attempt(driver, journal, number)
-            receipts.add(made_up.unit(number))
+            await run_attempt(driver, journal, number)
+            receipts.add(scripted_rows.unit_id(number))
             await asyncio.sleep(0.002)
         publishing.cancel()
         await publisher.drain()
@@ -55,15 +55,13 @@ async def test_reading_while_a_run_goes_on(run_path: Path) -> None:
 
 def comparable(stats: dict[str, Any]) -> dict[str, Any]:
     """Without times, and without what lost attempts add."""
-    own = {k: v for k, v in stats.items() if k in ("plan", "units", "ends", "reward")}
-    own["ends"] = {k: v for k, v in own["ends"].items() if k != "error"}
-    own["histograms"] = {k: stats["histograms"][k] for k in ("reward", "turns", "total_tokens")}
-    return own
+    kept = {k: v for k, v in stats.items() if k in ("plan", "units", "ends", "reward")}
+    kept["ends"] = {k: v for k, v in kept["ends"].items() if k != "error"}
+    kept["histograms"] = {k: stats["histograms"][k] for k in ("reward", "turns", "total_tokens")}
+    return kept
 
 
-def test_statistics_of_a_killed_run_equal_those_of_an_unbroken_one(
-    play: Play, run_path: Path
-) -> None:
+def test_statistics_of_killed_and_undisturbed_runs_are_equal(play: Play, run_path: Path) -> None:
     whole = run_path.with_name("whole")
     assert play(path=whole) == 0
     for crash_at in ("attempt-4-synced:4", "publish-7-renamed:2", "recover-4-published:1"):
@@ -74,10 +72,10 @@ def test_statistics_of_a_killed_run_equal_those_of_an_unbroken_one(
     assert one["attempts"]["finished"] == other["attempts"]["finished"] == 8
     assert load_run(whole).stats == one
     assert load_run(run_path).stats == other
-    checks.always(whole)
+    checks.check_invariants(whole)
 
 
-class Noting(JournalWriter):
+class RecordingWriter(JournalWriter):
     """Notes the batches that are committed."""
 
     stems: asyncio.Queue[str]
@@ -89,13 +87,13 @@ class Noting(JournalWriter):
 
 async def test_a_batch_is_published_by_age(run_path: Path) -> None:
     async with (
-        await open_run(run_path, made_up.CONFIG) as driver,
-        Noting(driver.run_dir, 1, 0) as journal,
+        await open_run(run_path, scripted_rows.CONFIG) as driver,
+        RecordingWriter(driver.run_dir, 1, 0) as journal,
         asyncio.TaskGroup() as group,
     ):
         journal.stems = asyncio.Queue()
         publishing = group.create_task(Publisher(journal, every_s=0.2).run())
-        await attempt(driver, journal, 0)
+        await run_attempt(driver, journal, 0)
         assert journal.stems.empty()
         assert await asyncio.wait_for(journal.stems.get(), 20) == "1-0-0"
         publishing.cancel()

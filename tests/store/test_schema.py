@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import made_up
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scripted_rows
 
 from hermes_rl.errors import StoreError
 from hermes_rl.record import Segment, Trajectory
@@ -25,7 +25,7 @@ from hermes_rl.store import (
 )
 
 
-def test_columns_are_the_fields_of_the_structs_in_their_order() -> None:
+def test_columns_are_the_fields_of_the_structs() -> None:
     """That their types stay is shown by the check of a run of version 0.1.0."""
     for schema, struct in (
         (TRAJECTORIES, Trajectory), (SEGMENTS, Segment), (GROUPS, Group), (GRADES, Grade),
@@ -41,16 +41,16 @@ def test_json_columns() -> None:
     assert SEGMENTS.metadata[VERSION_KEY.encode()] == b"1"
 
 
-def test_no_column_name_has_a_meaning_for_trainers() -> None:
-    """Trainers guess the form of a data set from such names; ours is told by `messages` alone."""
+def test_column_names_have_no_meaning_for_trainers() -> None:
+    """Trainers guess the form of a data set from such names; ours follows from `messages`."""
     taken = {"prompt", "completion", "chosen", "rejected", "text", "images", "image", "label"}
     assert not taken & set(TRAJECTORIES.names)
 
 
 @pytest.mark.parametrize("table", ["trajectories", "segments"])
-def test_the_schema_is_the_same_for_few_many_and_no_values(tmp_path: Path, table: str) -> None:
-    bare = made_up.finished(0)
-    full = made_up.finished(5, cause="model_timeout")
+def test_the_schema_does_not_depend_on_the_rows(tmp_path: Path, table: str) -> None:
+    bare = scripted_rows.make_finished(0)
+    full = scripted_rows.make_finished(5, cause="model_timeout")
     rows = {
         "trajectories": [msgspec.to_builtins(f.row) for f in (bare, full)],
         "segments": [msgspec.to_builtins(f.segments[0]) for f in (bare, full)],
@@ -65,7 +65,7 @@ def test_the_schema_is_the_same_for_few_many_and_no_values(tmp_path: Path, table
 
 
 def test_row_groups_stay_small(tmp_path: Path) -> None:
-    row = msgspec.to_builtins(made_up.row(1))
+    row = msgspec.to_builtins(scripted_rows.make_row(1))
     row["final_response"] = "x" * 3_000_000
     writer = PartWriter(tmp_path / "p.parquet", TRAJECTORIES)
     for _ in range(50):
@@ -79,8 +79,8 @@ def test_row_groups_stay_small(tmp_path: Path) -> None:
     assert all(size <= 64 * 1024 * 1024 for size in sizes)
 
 
-def test_a_value_that_does_not_fit_is_said_and_stops_nothing() -> None:
-    good, bad = (msgspec.to_builtins(made_up.row(n)) for n in (1, 2))
+def test_a_value_that_does_not_fit_becomes_null_with_an_error() -> None:
+    good, bad = (msgspec.to_builtins(scripted_rows.make_row(n)) for n in (1, 2))
     bad["usage"]["input_tokens"] = 10**30
     bad["row_index"] = 2**70
     rows = to_arrow([good, bad], TRAJECTORIES).to_pylist()
@@ -89,10 +89,10 @@ def test_a_value_that_does_not_fit_is_said_and_stops_nothing() -> None:
     assert rows[1]["row_index"] is None
     assert rows[1]["usage"] is None
     assert rows[1]["error"] == "store: usage, row_index did not fit the column"
-    assert rows[1]["unit_id"] == made_up.unit(2)
+    assert rows[1]["unit_id"] == scripted_rows.unit_id(2)
 
 
-def test_a_row_that_does_not_fit_costs_its_neighbour_nothing() -> None:
+def test_other_rows_keep_their_values_when_one_does_not_fit() -> None:
     """A metric may be a whole number that no float is equal to."""
     plain = dict.fromkeys(TRAJECTORIES.names)
     large = {**plain, "metrics": {"seen": 2**60 + 1, "half": 0.5}}
@@ -106,7 +106,7 @@ def test_a_row_that_does_not_fit_costs_its_neighbour_nothing() -> None:
     assert [row["error"] for row in rows] == [None, "store: seed did not fit the column"]
 
 
-def test_truth_values_and_empty_images_fit() -> None:
+def test_booleans_and_empty_images_fit() -> None:
     """As JSON has them: an environment's metrics may be truth values, an image may be empty."""
     image = [{"bytes": "", "path": "0.png"}]
     rows = [{"metrics": {"solved": True}, "error": None}, {"image_data": image, "error": None}]
@@ -116,7 +116,7 @@ def test_truth_values_and_empty_images_fit() -> None:
     assert stored[1]["image_data"] == [{"bytes": b"", "path": "0.png"}]
 
 
-def test_a_table_that_cannot_tell_what_did_not_fit_refuses_it(tmp_path: Path) -> None:
+def test_strict_writers_refuse_values_that_do_not_fit(tmp_path: Path) -> None:
     """As exports have none: a null would be a silent loss."""
     schema = pa.schema([("ids", pa.list_(pa.int32()))])
     writer = PartWriter(tmp_path / "x.parquet", schema, strict=True)

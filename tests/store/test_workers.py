@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import made_up
+import invariants as checks
 import msgspec
 import pytest
-import run_checks as checks
+import scripted_rows
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import Driver, JournalWriter, OpenOptions, Publisher, load_run, open_run
@@ -21,10 +21,12 @@ OPTIONS = OpenOptions(grace_s=0.3)
 
 def start(driver: Driver, worker: int, attempts: list[str], crash_at: str = "") -> subprocess.Popen:
     """Dispatch attempts to a new worker process."""
-    for given in attempts:
-        if given != "hold":
-            number, attempt = map(int, given.split(":"))
-            driver.dispatch(made_up.item(number, attempt, driver.epoch), f"{driver.epoch}-{worker}")
+    for name in attempts:
+        if name != "hold":
+            number, attempt = map(int, name.split(":"))
+            driver.dispatch(
+                scripted_rows.make_item(number, attempt, driver.epoch), f"{driver.epoch}-{worker}"
+            )
     order = [str(driver.run_dir.path), str(driver.epoch), str(worker), *attempts]
     return subprocess.Popen(
         [sys.executable, str(HERE / "scripted_worker.py"), *order],
@@ -34,11 +36,11 @@ def start(driver: Driver, worker: int, attempts: list[str], crash_at: str = "") 
     )
 
 
-def receive(driver: Driver, told: list[str], worker: int) -> None:
-    for given in told:
-        number, attempt = map(int, given.split(":"))
-        made = made_up.finished(number, attempt, driver.epoch)
-        driver.receive(made_up.receipt(made, f"{driver.epoch}-{worker}"))
+def receive(driver: Driver, printed: list[str], worker: int) -> None:
+    for name in printed:
+        number, attempt = map(int, name.split(":"))
+        made = scripted_rows.make_finished(number, attempt, driver.epoch)
+        driver.receive(scripted_rows.make_receipt(made, f"{driver.epoch}-{worker}"))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +57,11 @@ def receive(driver: Driver, told: list[str], worker: int) -> None:
 )
 async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: str) -> None:
     todo = [f"{n}:0" for n in range(6)]
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         worker = start(driver, 1, todo, crash_at)
-        told = worker.communicate(timeout=60)[0].split()
+        printed = worker.communicate(timeout=60)[0].split()
         assert worker.returncode == -signal.SIGKILL
-        receive(driver, told[:-1], 1)  # the last receipt never reached the driver
+        receive(driver, printed[:-1], 1)  # the last receipt never reached the driver
 
         news = await driver.recover_worker("1-1")
         assert driver.in_flight == 0
@@ -67,15 +69,15 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
         lost = {r.unit_id for r in news if r.cause == "worker_lost"}
         assert len(news) == len(finished) + len(lost)
         for receipt in news:
-            (number,) = (n for n in range(6) if made_up.unit(n) == receipt.unit_id)
+            (number,) = (n for n in range(6) if scripted_rows.unit_id(n) == receipt.unit_id)
             assert receipt.task_id == f"task-{number // 4}"
             if receipt.status == "ok":
-                row = made_up.row(number)
+                row = scripted_rows.make_row(number)
                 assert receipt.usage == row.usage
                 assert (receipt.reward, receipt.turns) == (row.reward, row.turns)
-        assert {made_up.unit(int(t.split(":")[0])) for t in told[-1:]} <= finished
+        assert {scripted_rows.unit_id(int(t.split(":")[0])) for t in printed[-1:]} <= finished
         for number in range(6):
-            unit = made_up.unit(number)
+            unit = scripted_rows.unit_id(number)
             gone = unit in lost
             assert driver.ledger.disposition(unit) == ("open" if gone else "done")
             assert driver.ledger.lost_workers(unit) == int(gone)
@@ -83,16 +85,16 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
             assert driver.ledger.next_attempt(unit) == 1
         assert not (run_path / "journal" / "1-1").exists()
         assert list((run_path / "tmp").iterdir()) == []
-        checks.always(run_path)
+        checks.check_invariants(run_path)
 
-        again = [f"{n}:1" for n in range(6) if made_up.unit(n) in lost]
+        again = [f"{n}:1" for n in range(6) if scripted_rows.unit_id(n) in lost]
         second = start(driver, 2, again)
-        told = second.communicate(timeout=60)[0].split()
-        assert told == again
-        receive(driver, told, 2)
+        printed = second.communicate(timeout=60)[0].split()
+        assert printed == again
+        receive(driver, printed, 2)
     assert list((run_path / "journal").iterdir()) == []
     run = load_run(run_path)
-    assert sorted(run.trajectories["unit_id"]) == sorted(made_up.unit(n) for n in range(6))
+    assert sorted(run.trajectories["unit_id"]) == sorted(scripted_rows.unit_id(n) for n in range(6))
     assert set(run.failures["unit_id"]) == lost
     never_began = run.failures[run.failures["model"] == ""]
     assert set(run.failures["task_id"]) <= {f"task-{n // 4}" for n in range(6)}
@@ -100,8 +102,8 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
 
 
 async def test_a_unit_under_which_three_workers_died_is_given_up(run_path: Path) -> None:
-    unit = made_up.unit(0)
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    unit = scripted_rows.unit_id(0)
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         for attempt in range(3):
             assert driver.ledger.disposition(unit) == "open"
             worker = start(driver, attempt, [f"0:{attempt}"], "attempt-2-live:2")
@@ -109,32 +111,32 @@ async def test_a_unit_under_which_three_workers_died_is_given_up(run_path: Path)
             await driver.recover_worker(f"1-{attempt}")
             assert driver.ledger.lost_workers(unit) == attempt + 1
         assert driver.ledger.disposition(unit) == "given_up"
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         assert driver.ledger.disposition(unit) == "given_up"
     options = OpenOptions(retry_failed=True)
-    async with await open_run(run_path, made_up.CONFIG, None, options) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, options) as driver:
         assert driver.ledger.disposition(unit) == "open"
         assert driver.ledger.next_attempt(unit) == 3
 
 
 async def test_a_hanging_worker_of_a_dead_driver_is_killed(run_path: Path) -> None:
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         worker = start(driver, 1, ["0:0", "hold"])
         assert worker.stdout
         while worker.stdout.readline() != "holding\n":
             pass
         worker.send_signal(signal.SIGSTOP)
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         assert worker.wait(10) == -signal.SIGKILL
-        assert driver.ledger.disposition(made_up.unit(0)) == "done", "it was durable"
-        assert driver.report.lost == [made_up.key(99)]
+        assert driver.ledger.disposition(scripted_rows.unit_id(0)) == "done", "it was durable"
+        assert driver.report.lost == [scripted_rows.attempt_key(99)]
     assert list((run_path / "journal").iterdir()) == []
 
 
-async def test_a_worker_that_comes_too_late_writes_nothing(run_path: Path) -> None:
-    async with await open_run(run_path, made_up.CONFIG):
+async def test_a_late_worker_of_an_old_epoch_is_refused(run_path: Path) -> None:
+    async with await open_run(run_path, scripted_rows.CONFIG):
         pass
-    async with await open_run(run_path, made_up.CONFIG) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG) as driver:
         late = JournalWriter(driver.run_dir, 1, 1)
         with pytest.raises(StoreError, match="comes too late: epoch 2 has begun"):
             await late.__aenter__()
@@ -143,42 +145,42 @@ async def test_a_worker_that_comes_too_late_writes_nothing(run_path: Path) -> No
                 await JournalWriter(driver.run_dir, 2, 1).__aenter__()
 
 
-async def test_several_hanging_workers_share_one_grace(run_path: Path) -> None:
+async def test_hanging_workers_share_one_grace_period(run_path: Path) -> None:
     options = OpenOptions(grace_s=1.5)
-    async with await open_run(run_path, made_up.CONFIG) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG) as driver:
         workers = [start(driver, n, ["hold"]) for n in range(3)]
         for worker in workers:
             assert worker.stdout
             assert worker.stdout.readline() == "holding\n"
     began = time.monotonic()
-    async with await open_run(run_path, made_up.CONFIG, None, options):
+    async with await open_run(run_path, scripted_rows.CONFIG, None, options):
         took = time.monotonic() - began
     assert [worker.wait(10) for worker in workers] == [-signal.SIGKILL] * 3
     assert 1.5 <= took < 4.5
 
 
-async def test_a_lost_receipt_loses_no_fatal_command(run_path: Path) -> None:
-    """What was running when a sandbox died is told to the next attempt, of any start."""
-    unit = made_up.unit(0)
-    died = made_up.finished(0, cause="sandbox_died")
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
-        driver.dispatch(made_up.item(0), "1-1")
+async def test_fatal_commands_survive_a_lost_receipt(run_path: Path) -> None:
+    """The next attempt gets the command during which a sandbox died, also after a restart."""
+    unit = scripted_rows.unit_id(0)
+    died = scripted_rows.make_finished(0, cause="sandbox_died")
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
+        driver.dispatch(scripted_rows.make_item(0), "1-1")
         async with JournalWriter(driver.run_dir, driver.epoch, 1) as journal:
             await journal.finish(msgspec.structs.replace(died, fatal_command="call"))
         (news,) = await driver.recover_worker("1-1")
         assert (news.cause, news.fatal_command) == ("sandbox_died", "call")
         assert driver.ledger.fatal_commands(unit) == ("call",)
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         assert driver.ledger.fatal_commands(unit) == ("call",)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-async def test_a_damaged_part_of_a_lost_worker_is_one_line(run_path: Path, damage: str) -> None:
+async def test_a_damaged_part_of_a_lost_worker_is_reported(run_path: Path, damage: str) -> None:
     """Its rows are read for the receipts that never arrived."""
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
-        driver.dispatch(made_up.item(0), "1-1")
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
+        driver.dispatch(scripted_rows.make_item(0), "1-1")
         async with JournalWriter(driver.run_dir, driver.epoch, 1) as journal:
-            await journal.finish(made_up.finished(0))
+            await journal.finish(scripted_rows.make_finished(0))
             await Publisher(journal).drain()
         (part,) = driver.run_dir.parts("trajectories")
         if damage == "missing":

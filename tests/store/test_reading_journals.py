@@ -1,4 +1,4 @@
-"""Looking at a run while it is written."""
+"""Reads a journal file while it is written."""
 
 import io
 from typing import Any
@@ -9,7 +9,7 @@ from hermes_rl.store import encode_line, read_payloads
 
 
 class Growing(io.RawIOBase):
-    """A file that grows while it is read: an empty piece is an end that was met."""
+    """A file that is written while it is read; an empty piece is the current end."""
 
     def __init__(self, *pieces: bytes) -> None:
         self._pieces = list(pieces)
@@ -28,7 +28,7 @@ class Growing(io.RawIOBase):
 
 
 @pytest.mark.parametrize("at", [1, 5, 15, -1])
-def test_a_line_that_is_being_written_is_no_damage(at: int) -> None:
+def test_a_line_being_written_is_not_damage(at: int) -> None:
     """A reader meets the first part of a line at the file's end, and the rest a moment later."""
     first, second = encode_line(b'{"line":1}'), encode_line(b'{"line":2}')
     file: Any = Growing(first + second[:at], b"", second[at:], b"")

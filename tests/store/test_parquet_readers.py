@@ -13,10 +13,10 @@ from typing import Any
 
 import datasets
 import duckdb
-import made_up
 import msgspec
 import polars as pl
 import pyarrow.parquet as pq
+import scripted_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,12 +49,14 @@ class Written:
         self.part = folder / "trajectories" / "part-1-0-0.parquet"
         writer = PartWriter(self.part, TRAJECTORIES)
         self.messages = []
-        for number, (given_arguments, content) in enumerate(zip(arguments, contents, strict=True)):
-            made = made_up.row(
+        for number, (expected_arguments, content) in enumerate(
+            zip(arguments, contents, strict=True)
+        ):
+            made = scripted_rows.make_row(
                 number,
-                arguments=msgspec.json.encode(given_arguments).decode(),
+                arguments=msgspec.json.encode(expected_arguments).decode(),
                 content=content,
-                metadata=given_arguments,
+                metadata=expected_arguments,
             )
             self.messages.append([json.loads(m) for m in made.messages])
             writer.add(msgspec.to_builtins(made), 1000)
@@ -114,13 +116,13 @@ def check(tmp: Path, arguments: list[dict[str, Any]], contents: list[str], read:
     written = Written(tmp, arguments, contents)
     rows = read(written.part)
     assert len(rows) == len(arguments)
-    for (messages, metadata), expected, given_arguments in zip(
+    for (messages, metadata), expected, expected_arguments in zip(
         rows, written.messages, arguments, strict=True
     ):
         assert same(messages, expected)
-        assert same(metadata, given_arguments)
+        assert same(metadata, expected_arguments)
         function = messages[1]["tool_calls"][0]["function"]
-        assert same(function["arguments"], given_arguments), "absent, null and empty are kept"
+        assert same(function["arguments"], expected_arguments), "absent, null and empty are kept"
         assert all(v is not None for m in messages for v in m.values()), "no null keys"
 
 
@@ -179,7 +181,7 @@ def test_every_column_is_read_by_every_reader(tmp_path: Path) -> None:
     assert list(next(iter(only))) == ["messages"]
 
 
-def test_what_datasets_cannot_hold_is_kept_as_text(tmp_path: Path) -> None:
+def test_values_that_datasets_cannot_decode_are_stored_as_text(tmp_path: Path) -> None:
     """Larger integers come back wrong from its parser, deeper nesting not at all."""
     deep: Any = []
     for _ in range(MAX_DEPTH + 10):

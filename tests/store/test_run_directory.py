@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import made_up
 import pyarrow.parquet as pq
 import pytest
-from made_up import attempt
+import scripted_rows
+from scripted_rows import run_attempt
 
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.store import (
@@ -25,14 +25,14 @@ from hermes_rl.store import (
 
 async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:
     path = tmp_path / "demo"
-    async with await open_run(path, made_up.CONFIG) as driver:
+    async with await open_run(path, scripted_rows.CONFIG) as driver:
         async with JournalWriter(driver.run_dir, driver.epoch, 0) as journal:
             publisher = Publisher(journal)
             for number in range(10):
-                await attempt(driver, journal, number)
+                await run_attempt(driver, journal, number)
             await publisher.drain()
-            await attempt(driver, journal, 10, cause="rate_limit")
-            await attempt(driver, journal, 11, cause="task")
+            await run_attempt(driver, journal, 10, cause="rate_limit")
+            await run_attempt(driver, journal, 11, cause="task")
 
             now = load_run(path)
             assert len(now.trajectories) == 10
@@ -43,40 +43,42 @@ async def test_a_run_is_written_read_and_resumed(tmp_path: Path) -> None:
             assert some["messages"][0][0]["role"] == "user"
             assert now.arrow("subagents", ["seed"]).num_rows == 4
             await publisher.drain()
-        assert driver.ledger.disposition(made_up.unit(9)) == "done"
-        assert driver.ledger.disposition(made_up.unit(10)) == "open"
-        assert driver.ledger.disposition(made_up.unit(11)) == "given_up"
+        assert driver.ledger.disposition(scripted_rows.unit_id(9)) == "done"
+        assert driver.ledger.disposition(scripted_rows.unit_id(10)) == "open"
+        assert driver.ledger.disposition(scripted_rows.unit_id(11)) == "given_up"
 
     assert list((path / "journal").iterdir()) == []
     assert list((path / "tmp").iterdir()) == []
     run = load_run(path)
-    assert sorted(run.trajectories["unit_id"]) == sorted(made_up.unit(n) for n in range(10))
+    assert sorted(run.trajectories["unit_id"]) == sorted(
+        scripted_rows.unit_id(n) for n in range(10)
+    )
     first = run.trajectories.sort_values("seed").iloc[1]
     call = first["messages"][1]["tool_calls"][0]
     assert call["function"]["arguments"] == {"command": "ls"}
     assert first["metrics"] == {"score": 1 / 3}
-    assert first["tools"] == made_up.TOOLS
+    assert first["tools"] == scripted_rows.TOOLS
     assert len(run.subagents) == 4
     assert list(run.segments["input_ids"].iloc[0]) == [1, 2, 0]
     assert run.stats["units"] == {"done": 10, "given_up": 1, "open": None}
     assert run.stats["causes"] == {"rate_limit": 1, "task": 1}
     assert run.stats["reward"] == {"graded": 10, "solved": 5, "mean": 0.5}
 
-    async with await open_run(path, made_up.CONFIG) as again:
+    async with await open_run(path, scripted_rows.CONFIG) as again:
         assert again.epoch == 2
         assert again.ledger.done == 10
-        assert again.ledger.next_attempt(made_up.unit(10)) == 1
+        assert again.ledger.next_attempt(scripted_rows.unit_id(10)) == 1
         assert again.report.lost == []
 
 
-async def test_all_parts_have_the_one_schema(tmp_path: Path) -> None:
+async def test_all_parts_have_the_declared_schema(tmp_path: Path) -> None:
     async with (
-        await open_run(tmp_path, made_up.CONFIG) as driver,
+        await open_run(tmp_path, scripted_rows.CONFIG) as driver,
         JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
     ):
         publisher = Publisher(journal)
         for number in range(3):
-            await attempt(driver, journal, number, cause="model_timeout" if number else None)
+            await run_attempt(driver, journal, number, cause="model_timeout" if number else None)
             await publisher.drain()
     for table in TABLES:
         for part in (tmp_path / table).iterdir():
@@ -85,58 +87,58 @@ async def test_all_parts_have_the_one_schema(tmp_path: Path) -> None:
 
 
 async def test_a_newer_run_directory_is_refused(tmp_path: Path) -> None:
-    async with await open_run(tmp_path, made_up.CONFIG):
+    async with await open_run(tmp_path, scripted_rows.CONFIG):
         pass
     epoch = tmp_path / "epochs" / "1.json"
     epoch.write_text(epoch.read_text().replace('"schema_version":1', '"schema_version":2'))
     with pytest.raises(StoreError, match=r"newer hermes_rl .schema 2, this one knows 1"):
-        await open_run(tmp_path, made_up.CONFIG)
+        await open_run(tmp_path, scripted_rows.CONFIG)
     with pytest.raises(StoreError, match="newer hermes_rl"):
         load_run(tmp_path)
 
 
-async def test_places_that_cannot_be_used(tmp_path: Path) -> None:
+async def test_unusable_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"contains other files .notes.txt. .*another --out"):
-        await open_run(tmp_path, made_up.CONFIG)
+        await open_run(tmp_path, scripted_rows.CONFIG)
     with pytest.raises(UserError, match="cannot be written"):
-        await open_run(tmp_path / "notes.txt", made_up.CONFIG)
+        await open_run(tmp_path / "notes.txt", scripted_rows.CONFIG)
     with pytest.raises(UserError, match="URLs are not supported yet"):
-        await open_run("s3://bucket/run", made_up.CONFIG)
+        await open_run("s3://bucket/run", scripted_rows.CONFIG)
     with pytest.raises(UserError, match="not a run directory"):
         load_run(tmp_path)
 
 
-async def test_readers_judge_by_the_attempts_that_the_run_allowed(tmp_path: Path) -> None:
+async def test_readers_use_max_attempts_of_the_run(tmp_path: Path) -> None:
     options = OpenOptions(max_attempts=1)
     async with (
-        await open_run(tmp_path, made_up.CONFIG, None, options) as driver,
+        await open_run(tmp_path, scripted_rows.CONFIG, None, options) as driver,
         JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
     ):
-        await attempt(driver, journal, 0, cause="model_timeout")
+        await run_attempt(driver, journal, 0, cause="model_timeout")
         await Publisher(journal).drain()
     run = load_run(tmp_path)
-    assert run.ledger.disposition(made_up.unit(0)) == "given_up"
+    assert run.ledger.disposition(scripted_rows.unit_id(0)) == "given_up"
     assert run.stats["units"]["given_up"] == 1
 
 
 FORKED = """
-import asyncio, os, sys, made_up
+import asyncio, os, sys, scripted_rows
 from hermes_rl.errors import StoreError
 from hermes_rl.store.driver import open_run
 
 async def main():
-    driver = await open_run(sys.argv[1], made_up.CONFIG)
-    done, told = os.pipe()
+    driver = await open_run(sys.argv[1], scripted_rows.CONFIG)
+    ready, report_ready = os.pipe()
     if not os.fork():
         driver.release()  # as at the end of a process that inherited it
-        os.write(told, b"x")
+        os.write(report_ready, b"x")
         os.close(1)
         os.read(0, 1)
         os._exit(0)
-    os.read(done, 1)
+    os.read(ready, 1)
     try:
-        await open_run(sys.argv[1], made_up.CONFIG)
+        await open_run(sys.argv[1], scripted_rows.CONFIG)
     except StoreError:
         pass
     else:
@@ -150,12 +152,12 @@ asyncio.run(main())
 
 
 async def open_and_leave(path: Path) -> None:
-    async with await open_run(path, made_up.CONFIG):
+    async with await open_run(path, scripted_rows.CONFIG):
         pass
 
 
 @pytest.mark.parametrize(("how", "status"), [("closed", 0), ("killed", -9)])
-def test_a_forked_child_neither_holds_the_lock_nor_lets_it_go(
+def test_a_forked_child_neither_holds_nor_releases_the_lock(
     tmp_path: Path, how: str, status: int
 ) -> None:
     driver = subprocess.Popen(

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-import made_up
+import invariants as checks
 import pyarrow.parquet as pq
 import pytest
-import run_checks as checks
+import scripted_rows
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import JournalWriter, OpenOptions, Publisher, load_run, open_run, publish_batch
@@ -41,11 +41,11 @@ class Stall:
 
 
 async def test_recovery_leaves_a_batch_whose_publisher_is_stalled(run_path: Path) -> None:
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         journal = await JournalWriter(driver.run_dir, driver.epoch, 0).__aenter__()
         publisher = Publisher(journal)
         for number in range(UNITS):
-            await made_up.attempt(driver, journal, number)
+            await scripted_rows.run_attempt(driver, journal, number)
         done = run_path / "journal" / "1-0" / "done-0.jsonl"
         with Stall(done) as stall:
             publishing = asyncio.create_task(publisher.drain())
@@ -61,17 +61,17 @@ async def test_recovery_leaves_a_batch_whose_publisher_is_stalled(run_path: Path
         assert not done.exists()
         await driver.recover_worker("1-0")
     assert len(load_run(run_path).trajectories) == UNITS
-    checks.always(run_path)
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    checks.check_invariants(run_path)
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         assert driver.ledger.done == UNITS
 
 
-async def test_two_that_publish_one_batch_do_not_mix_their_files(run_path: Path) -> None:
+async def test_two_concurrent_publishers_of_a_batch_write_the_same(run_path: Path) -> None:
     """No lock can keep a host with a broken clock or network from it: then both write the same."""
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         async with JournalWriter(driver.run_dir, driver.epoch, 0) as journal:
             for number in range(UNITS):
-                await made_up.attempt(driver, journal, number)
+                await scripted_rows.run_attempt(driver, journal, number)
         done = run_path / "journal" / "1-0" / "done-0.jsonl"
         with Stall(done) as stall:
             slow = asyncio.create_task(
@@ -83,15 +83,15 @@ async def test_two_that_publish_one_batch_do_not_mix_their_files(run_path: Path)
             end.close()
             await slow
     assert len(load_run(run_path).trajectories) == UNITS
-    checks.always(run_path)
+    checks.check_invariants(run_path)
 
 
-async def test_done_is_kept_until_its_parts_are_what_was_written(run_path: Path) -> None:
+async def test_done_is_kept_until_its_parts_are_intact(run_path: Path) -> None:
     """Killed between commit and unlink, and then the parts went: they are written again."""
-    async with await open_run(run_path, made_up.CONFIG, None, OPTIONS) as driver:
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         async with JournalWriter(driver.run_dir, driver.epoch, 0) as journal:
             for number in range(UNITS):
-                await made_up.attempt(driver, journal, number)
+                await scripted_rows.run_attempt(driver, journal, number)
         done = run_path / "journal" / "1-0" / "done-0.jsonl"
         lines = done.read_bytes()
         publish_batch(driver.run_dir, done, "1-0-0")
@@ -103,4 +103,4 @@ async def test_done_is_kept_until_its_parts_are_what_was_written(run_path: Path)
             publish_batch(driver.run_dir, done, "1-0-0")
             assert pq.read_table(part).num_rows == UNITS
             assert not done.exists()
-    checks.always(run_path)
+    checks.check_invariants(run_path)

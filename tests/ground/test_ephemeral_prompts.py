@@ -28,7 +28,7 @@ def agent(**keys: Any) -> Any:
     return parse_config({**GOOD, "agent": keys}).agent
 
 
-def test_both_are_read_from_files_and_stay_in_run_yaml(tmp_path: Path) -> None:
+def test_ephemeral_prompt_and_prefill_are_read_from_files(tmp_path: Path) -> None:
     text, shots = tmp_path / "now.txt", tmp_path / "shots.json"
     text.write_text("Today is Monday.")
     shots.write_text(json.dumps(SHOTS))
@@ -41,12 +41,12 @@ def test_both_are_read_from_files_and_stay_in_run_yaml(tmp_path: Path) -> None:
     assert parse_config(yaml.safe_load(to_yaml(read))) == read
 
 
-def test_they_can_be_set_on_the_command_line(tmp_path: Path) -> None:
+def test_ephemeral_prompt_and_prefill_on_the_command_line(tmp_path: Path) -> None:
     shots = tmp_path / "shots.json"
     shots.write_text(json.dumps(SHOTS[:1] + SHOTS[-1:]))
     data: dict[str, Any] = {**GOOD}
-    for given_text in ("agent.ephemeral_system_prompt=Be quick.", f"agent.prefill=@{shots}"):
-        set_key(data, *parse_assignment(given_text))
+    for assignment in ("agent.ephemeral_system_prompt=Be quick.", f"agent.prefill=@{shots}"):
+        set_key(data, *parse_assignment(assignment))
     read = parse_config(data).agent
     assert read.ephemeral_system_prompt == "Be quick."
     assert len(read.prefill_messages) == 2
@@ -101,7 +101,7 @@ def test_a_bad_file_is_named(tmp_path: Path, content: bytes, says: str) -> None:
         max_size=6,
     )
 )
-def test_whatever_is_written_is_taken_or_refused(forms: list[Any]) -> None:
+def test_any_prefill_is_accepted_or_refused(forms: list[Any]) -> None:
     refused = ""
     try:
         check_prefill(forms, "here")

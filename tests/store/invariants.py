@@ -1,4 +1,4 @@
-"""What must hold of a run directory: at every moment, and at the end."""
+"""Invariants of a run directory at every moment, and checks of a finished run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import made_up
 import msgspec
 import pyarrow.parquet as pq
+import scripted_rows
 from scripted_driver import Plan
 
 from hermes_rl.store import (
@@ -24,7 +24,7 @@ from hermes_rl.store import (
 Key = tuple[str, int, int]
 
 
-def always(path: Path) -> None:
+def check_invariants(path: Path) -> None:
     """The invariants of the commit protocol, and: every Parquet file is whole."""
     run_dir = RunDir(path)
     if not (path / "commits").is_dir():
@@ -43,10 +43,10 @@ def always(path: Path) -> None:
     waiting = waiting_keys(run_dir)
     recorded = Counter(k for keys in (*committed.values(), *waiting.values()) for k in keys)
     twice = {k for k, n in recorded.items() if n > 1}
-    # Between steps 8 and 9 a batch stands in both places, under one stem.
+    # Between steps 8 and 9 a batch is in both places, with one stem.
     both = {k for stem in committed.keys() & waiting.keys() for k in committed[stem]}
     assert twice <= both, "I1: an attempt has two records"
-    _, receipts = books(path)
+    _, receipts = read_log(path)
     missing = set(receipts) - set(recorded)
     assert not missing, "I2: a receipt without a durable record"
     for commit in read_commits(run_dir):
@@ -70,34 +70,34 @@ def waiting_keys(run_dir: RunDir) -> dict[str, list[Key]]:
     return found
 
 
-def books(path: Path) -> tuple[list[Key], list[Key]]:
-    """(asked, receipts) of the outside world, each in order."""
-    log = path.with_name(path.name + ".books")
+def read_log(path: Path) -> tuple[list[Key], list[Key]]:
+    """(started attempts, receipts) of the log, each in order."""
+    log = path.with_name(path.name + ".log")
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-    found: dict[str, list[Key]] = {"asked": [], "receipt": []}
+    found: dict[str, list[Key]] = {"started": [], "receipt": []}
     for what, number, epoch, attempt in lines:
-        found[what].append((made_up.unit(int(number)), int(epoch), int(attempt)))
-    return found["asked"], found["receipt"]
+        found[what].append((scripted_rows.unit_id(int(number)), int(epoch), int(attempt)))
+    return found["started"], found["receipt"]
 
 
-def nothing_asked_twice(path: Path, plan: Plan) -> None:
-    """No unit is asked again after the receipt that ended it; no attempt twice."""
-    log = path.with_name(path.name + ".books").read_text().splitlines()
+def check_no_unit_ran_again(path: Path, plan: Plan) -> None:
+    """No unit starts again after its final receipt, and no attempt starts twice."""
+    log = path.with_name(path.name + ".log").read_text().splitlines()
     over: set[str] = set()
     seen: set[tuple[str, str]] = set()
     for what, number, _, attempt in (line.split() for line in log):
-        if what == "asked":
-            assert number not in over, f"unit {number} was finished and is asked again"
+        if what == "started":
+            assert number not in over, f"unit {number} was finished and started again"
             assert (number, attempt) not in seen
             seen.add((number, attempt))
         elif plan.cause(int(number), int(attempt)) is None:
             over.add(number)
 
 
-def at_the_end(path: Path, plan: Plan) -> None:
-    """Every unit in exactly one final state, equal to that of an unbroken run."""
-    always(path)
-    nothing_asked_twice(path, plan)
+def check_finished_run(path: Path, plan: Plan) -> None:
+    """Every unit in exactly one final state, equal to that of an undisturbed run."""
+    check_invariants(path)
+    check_no_unit_ran_again(path, plan)
     run = load_run(path)
     assert list((path / "journal").iterdir()) == []
     assert list((path / "tmp").iterdir()) == []
@@ -105,11 +105,11 @@ def at_the_end(path: Path, plan: Plan) -> None:
 
     rows = run.trajectories
     assert dict(Counter(rows["unit_id"])) == {
-        made_up.unit(n): 1 for n in range(plan.units) if n not in (3, 6)
+        scripted_rows.unit_id(n): 1 for n in range(plan.units) if n not in (3, 6)
     }
     for _, row in rows.iterrows():
-        assert final_content(row) == final_content(made_up_row(int(row["seed"])))
-    states = {n: run.ledger.disposition(made_up.unit(n)) for n in range(plan.units)}
+        assert final_content(row) == final_content(expected_row(int(row["seed"])))
+    states = {n: run.ledger.disposition(scripted_rows.unit_id(n)) for n in range(plan.units)}
     assert states == {n: "given_up" if n in (3, 6) else "done" for n in range(plan.units)}
 
     failed = run.failures
@@ -120,25 +120,25 @@ def at_the_end(path: Path, plan: Plan) -> None:
     assert dict(counted) == expected | {3: 3, 6: 1}
     assert lost["reward"].isna().all()
     assert (lost["status"] == "failed").all()
-    keys = [(r["unit_id"], r["attempt"]) for r in (*recs(rows), *recs(failed))]
+    keys = [(r["unit_id"], r["attempt"]) for r in (*records(rows), *records(failed))]
     assert len(keys) == len(set(keys)), "one row per attempt"
-    asked, _ = books(path)
-    assert {(u, a) for u, _, a in asked} <= set(keys), "every attempt that was paid has a row"
+    started, _ = read_log(path)
+    assert {(u, a) for u, _, a in started} <= set(keys), "every started attempt has a row"
 
 
-def recs(frame: Any) -> list[dict[str, Any]]:
+def records(frame: Any) -> list[dict[str, Any]]:
     return list(frame.to_dict("records"))
 
 
-def made_up_row(number: int) -> dict[str, Any]:
-    row = msgspec.to_builtins(made_up.row(number))
+def expected_row(number: int) -> dict[str, Any]:
+    row = msgspec.to_builtins(scripted_rows.make_row(number))
     row["messages"] = [msgspec.json.decode(m) for m in row["messages"]]
     row["tools"] = msgspec.json.decode(row["tools"])
     return dict(row)
 
 
 def final_content(row: Any) -> dict[str, Any]:
-    """What a final row says, without times, ids of attempts and the like."""
+    """A final row without times and ids of attempts."""
     names = ("task_id", "repeat", "status", "reward", "end_reason", "truncated", "turns")
     names += ("task_prompt", "final_response", "messages", "tools", "metrics", "unit_id")
     return {name: row[name] for name in names}

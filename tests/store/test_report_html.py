@@ -1,4 +1,4 @@
-"""report.html says what stats.json says, stands alone, and is well formed for every run."""
+"""report.html shows the figures of stats.json, is self-contained and well formed for every run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def summaries(draw: st.DrawFn) -> Summary:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1), summaries())
-def test_every_count_of_the_statistics_is_shown(name: str, summary: Summary) -> None:
+def test_report_html_shows_every_count(name: str, summary: Summary) -> None:
     stats = stats_of(summary)
     read = Read(page(name, stats))
     assert "".join(read.texts.get("h1", [])).strip() == name.strip()
@@ -76,7 +76,7 @@ def test_every_count_of_the_statistics_is_shown(name: str, summary: Summary) -> 
     assert f"{stats['turns']:,}" in read.texts["dd"]
 
 
-def test_what_the_figures_say() -> None:
+def test_figures_of_report_html() -> None:
     counts = {"graded": 4, "solved": 3, "calls": 9, "unknown_calls": 2, "input_tokens": 12345}
     summary = Summary(
         counts={**counts, "unpriced_calls": 1},
@@ -111,6 +111,6 @@ def test_a_run_without_verifiers_is_not_graded() -> None:
         ({"calls": 2, "unpriced_calls": 2}, {"known_cost_usd": 0.0}, "unpriced"),
     ],
 )
-def test_a_price_that_nobody_knows_is_not_zero(counts: Any, sums: Any, cost: str) -> None:
+def test_an_unknown_cost_is_not_zero(counts: Any, sums: Any, cost: str) -> None:
     text = page("run", stats_of(Summary(counts=counts, sums=sums)))
     assert re.search(r"<dt>cost</dt><dd>([^<]*)</dd>", text)[1] == cost  # type: ignore[index]

@@ -1,5 +1,5 @@
-"""Any file of a run directory may be damaged in any way: `check` names it in one line, starts and
-readers refuse or go on, and nobody prints a traceback."""
+"""Random damage of any file of a run directory: `check` reports it in one line, starts and readers
+refuse or continue, and no command prints a traceback."""
 
 import asyncio
 import functools
@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import made_up
 import msgspec
 import pytest
+import scripted_rows
 
 from batch_runner import Silent, run_batch
 from hermes_rl.cli import command, run_guarded
@@ -54,8 +54,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
         ):
             for number in range(5):
-                await made_up.attempt(driver, journal, number)
-            driver.dispatch(made_up.item(9, 0, driver.epoch), journal.writer)
+                await scripted_rows.run_attempt(driver, journal, number)
+            driver.dispatch(scripted_rows.make_item(9, 0, driver.epoch), journal.writer)
             shutil.copytree(folder / "cut", killed)
 
     asyncio.run(cut())
@@ -83,8 +83,8 @@ def damage(path: Path, how: str, chance: random.Random) -> None:
         )
 
 
-def must_be_told(name: Path, how: str, before: bytes, now: Path) -> bool:
-    """What no one can miss; the rest is only to print no traceback."""
+def must_be_reported(name: Path, how: str, before: bytes, now: Path) -> bool:
+    """Whether `check` must report the damage; other damage only must not cause a traceback."""
     kind = name.parts[0]
     if kind == "journal":
         if how == "flip":  # a bad last line is what a kill leaves
@@ -104,7 +104,7 @@ def place(run_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_damage_is_one_line(
+def test_every_damage_is_reported_in_one_line(
     runs: dict[str, Path], place: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chance = random.Random(seed)
@@ -117,14 +117,14 @@ def test_every_damage_is_one_line(
         case = f"{original.name} {name} {how} (seed {seed}, number {number})"
 
         found = check(place)
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err, case
-        if must_be_told(name, how, (original / name).read_bytes(), place / name):
-            lines = [line for line in said.err.splitlines() if str(place / name) in line]
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err, case
+        if must_be_reported(name, how, (original / name).read_bytes(), place / name):
+            lines = [line for line in printed.err.splitlines() if str(place / name) in line]
             if name.parts[0] == "commits" and how == "gone":  # its parts are foreign now
-                lines = [line for line in said.err.splitlines() if "to no commit" in line][:1]
+                lines = [line for line in printed.err.splitlines() if "to no commit" in line][:1]
             assert found == ExitCode.BAD_INPUT, case
-            assert len(lines) == 1, (case, said.err)
+            assert len(lines) == 1, (case, printed.err)
         refused = [use(functools.partial(read, place))]
         if number % 3 == 0:
             identity = RunDir(original).epoch(1).identity
@@ -143,7 +143,7 @@ def start(path: Path, identity: dict[str, object]) -> None:
 
 
 def use(work: Callable[[], object]) -> str | None:
-    """Why a reader or a start refuses a run; None when it goes on."""
+    """Why a reader or a start refuses a run; None when it continues."""
     try:
         work()
     except HermesError as error:
@@ -163,7 +163,7 @@ def test_undamaged_runs_have_no_faults(
         assert check(run) == ExitCode.DONE, capsys.readouterr().err
 
 
-def test_a_changed_file_of_sums_is_named(runs: dict[str, Path], place: Path, capsys) -> None:
+def test_changed_stats_json_is_reported(runs: dict[str, Path], place: Path, capsys) -> None:
     shutil.copytree(runs["ended"], place)
     stats = json.loads((place / "stats.json").read_bytes())
     stats["reward"]["solved"] += 1
@@ -172,7 +172,7 @@ def test_a_changed_file_of_sums_is_named(runs: dict[str, Path], place: Path, cap
     assert "stats.json: differs from the sums of the commits (reward)" in capsys.readouterr().err
 
 
-def test_a_file_of_sums_by_an_older_version_is_no_damage(
+def test_stats_json_of_an_older_version_is_accepted(
     runs: dict[str, Path], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(runs["ended"], place)
@@ -185,7 +185,7 @@ def test_a_file_of_sums_by_an_older_version_is_no_damage(
     assert check(place) == ExitCode.BAD_INPUT
 
 
-async def test_units_whose_rows_are_gone_run_again(runs: dict[str, Path], place: Path) -> None:
+async def test_units_with_missing_rows_run_again(runs: dict[str, Path], place: Path) -> None:
     shutil.copytree(runs["ended"], place)
     identity = RunDir(place).epoch(1).identity
     (part,) = place.glob("trajectories/part-1-*.parquet")
@@ -212,10 +212,10 @@ async def test_units_whose_rows_are_gone_run_again(runs: dict[str, Path], place:
 
 
 @pytest.mark.parametrize("left", ["commits", "trajectories", "journal"])
-async def test_an_emptied_epochs_folder_lets_no_epoch_be_used_again(
+async def test_epochs_are_not_reused_after_epochs_was_emptied(
     runs: dict[str, Path], place: Path, left: str
 ) -> None:
-    """Whatever else is gone with it: one name that carries an epoch is enough."""
+    """One name with an epoch is enough, whatever else is missing."""
     shutil.copytree(runs["killed" if left == "journal" else "ended"], place)
     identity = RunDir(place).epoch(1).identity
     for folder in {"epochs", "commits", "journal", "trajectories"} - {left}:
@@ -227,7 +227,7 @@ async def test_an_emptied_epochs_folder_lets_no_epoch_be_used_again(
 
 
 async def test_a_run_without_digests_is_read(runs: dict[str, Path], place: Path, capsys) -> None:
-    """As versions before wrote it."""
+    """As earlier versions wrote it."""
     shutil.copytree(runs["ended"], place)
     for file in (*place.glob("commits/*.json"), *place.glob("epochs/*.json")):
         content = msgspec.json.decode(file.read_bytes())

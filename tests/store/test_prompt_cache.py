@@ -33,7 +33,7 @@ def call(sent: int | None, read: int | None, **fields: Any) -> dict[str, Any]:
          {"cache_input_tokens": 12_000, "cacheable_tokens": 3000}),
     ],
 )  # fmt: skip
-def test_what_could_have_been_read(calls: list[dict[str, Any]], expected: dict[str, int]) -> None:
+def test_cacheable_tokens_of_calls(calls: list[dict[str, Any]], expected: dict[str, int]) -> None:
     assert cache_counts(calls) == expected
 
 
@@ -45,7 +45,7 @@ def shares(read: int, sent: int, cacheable: int) -> dict[str, Any]:
     return cache_shares(summary.counts)
 
 
-def test_a_low_share_is_told_once_it_costs_something() -> None:
+def test_a_low_cache_share_is_reported_from_a_token_threshold() -> None:
     assert shares(80, 100, 90) == {"read_share": 0.8, "expected_share": 0.9, "low": False}
     assert shares(0, 100, 90)["low"] is False  # too little to matter
     assert shares(100_000, 1_000_000, 900_000)["low"] is True
@@ -54,7 +54,7 @@ def test_a_low_share_is_told_once_it_costs_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache", "said"),
+    ("cache", "expected_text"),
     [
         ({"read_share": 0.125, "expected_share": 0.9, "low": True}, "12% of the input"),
         ({"read_share": 0.8, "expected_share": 0.9, "low": False}, None),
@@ -62,16 +62,18 @@ def test_a_low_share_is_told_once_it_costs_something() -> None:
         (None, None),
     ],
 )
-def test_the_report_says_so(cache: dict[str, Any] | None, said: str | None) -> None:
+def test_the_report_warns_of_a_low_cache_share(
+    cache: dict[str, Any] | None, expected_text: str | None
+) -> None:
     report = Report(
         path="runs/x", run_id="r", units=1, done=1, solved=1, graded=1, mean_reward=1.0,
         given_up=0, open=0, left=0, bad_rows=0, failed_attempts=0, causes={}, input_tokens=1_000,
         output_tokens=10, unknown_calls=0, cost_usd=1.0, unpriced_calls=0, seconds=1.0, resume="",
         stats={} if cache is None else {"cache": cache},
     )  # fmt: skip
-    told = [line for line in report.lines() if line.startswith("prompt cache")]
-    assert bool(told) == bool(said)
-    assert (said or "") in "".join(told)
+    lines = [line for line in report.lines() if line.startswith("prompt cache")]
+    assert bool(lines) == bool(expected_text)
+    assert (expected_text or "") in "".join(lines)
     share = cache and cache["read_share"]
     assert (f"1,000 in ({share:.0%} cached)" if share else "1,000 in, 10 out") in "\n".join(
         report.lines()

@@ -52,7 +52,7 @@ rows = st.dictionaries(names, values | st.sampled_from([1, 2.0, 3, "p"]), max_si
 
 
 @pytest.mark.parametrize("line", GOLDEN)
-def test_identities_are_what_they_were(line: str, tmp_path: Path) -> None:
+def test_task_hashes_equal_those_of_earlier_versions(line: str, tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(line + "\n")
     (lazy,), (task,) = read_rows(str(path)), read_tasks(str(path))
@@ -60,7 +60,7 @@ def test_identities_are_what_they_were(line: str, tmp_path: Path) -> None:
 
 
 @given(row=rows, pretty=st.booleans(), columns=st.sampled_from([{}, {"prompt": "question"}]))
-def test_a_lazy_row_has_the_identity_of_its_task(
+def test_lazy_and_parsed_rows_have_equal_hashes(
     row: dict[str, Any], pretty: bool, columns: dict[str, str]
 ) -> None:
     line = json.dumps(row, ensure_ascii=pretty, indent=1 if pretty else None)
@@ -75,14 +75,16 @@ def test_a_lazy_row_has_the_identity_of_its_task(
 @example(row={"a": 1}, at=5, put=b"0", cut=0)
 @example(row={"a": 1}, at=0, put=b"\xef\xbb\xbf", cut=0)
 @example(row={"repeats": float("inf")}, at=0, put=b"", cut=0)
-def test_so_has_a_damaged_line(row: dict[str, Any], at: int, put: bytes, cut: int) -> None:
+def test_a_damaged_line_has_the_same_hash_lazy_and_parsed(
+    row: dict[str, Any], at: int, put: bytes, cut: int
+) -> None:
     line = json.dumps(row).encode()
     (lazy,) = lazy_rows([(line[:at] + put + line[at + cut :], "here")], {})
     assert lazy.task_hash == lazy.parse().task_hash
 
 
 @given(values)
-def test_a_digest_is_that_of_the_canonical_text(value: object) -> None:
+def test_digest_is_sha256_of_canonical_json(value: object) -> None:
     try:
         text = identity.canonical_json(value).encode("utf-8", "surrogatepass")
     except ValueError:
@@ -92,7 +94,7 @@ def test_a_digest_is_that_of_the_canonical_text(value: object) -> None:
         assert identity.digest(value) == hashlib.sha256(text).hexdigest()
 
 
-def test_a_mapped_name_is_the_columns_and_no_other(tmp_path: Path) -> None:
+def test_mapped_columns_replace_columns_of_the_same_name(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "q", "prompt": "p"}\n{"prompt": "p", "question": "q"}\n')
     found = list(read_tasks(str(path), columns={"prompt": "question"}))
@@ -102,7 +104,7 @@ def test_a_mapped_name_is_the_columns_and_no_other(tmp_path: Path) -> None:
     assert (swapped.task.prompt_text, swapped.task.metadata) == ("q", {"question": "p"})
 
 
-def test_a_column_to_map_that_is_not_there_is_said_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_mapped_column_lists_the_existing_ones(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{"prompt": "p", "answer": "a"}\n')
     says = r"q.jsonl:1: no column 'NOSUCH' \(found: prompt, answer\). Fix --map prompt=NOSUCH"

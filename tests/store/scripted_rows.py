@@ -1,4 +1,4 @@
-"""Rows and units that no model made: what the store's tests write."""
+"""Scripted rows, units and events for the tests of the store."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from hermes_rl.trajectory import fold
 from hermes_rl.usage import Usage, UsageTotal
 
 Play = Callable[..., int]
-"""What the fixture `play` is."""
+"""The type of the fixture `play`."""
 
-CONFIG = {"model": {"name": "made-up", "temperature": 0.7}}
+CONFIG = {"model": {"name": "scripted", "temperature": 0.7}}
 TOOLS = [{"type": "function", "function": {"name": "terminal", "parameters": {"type": "object"}}}]
 
 
-def unit(number: int) -> str:
+def unit_id(number: int) -> str:
     """The id of a unit."""
     return hashlib.sha256(b"unit %d" % number).hexdigest()[:32]
 
 
-def key(number: int, attempt: int = 0, epoch: int = 1) -> AttemptKey:
-    return AttemptKey(unit_id=unit(number), epoch=epoch, attempt=attempt)
+def attempt_key(number: int, attempt: int = 0, epoch: int = 1) -> AttemptKey:
+    return AttemptKey(unit_id=unit_id(number), epoch=epoch, attempt=attempt)
 
 
-def item(number: int, attempt: int = 0, epoch: int = 1) -> WorkItem:
-    """The work of one attempt."""
+def make_item(number: int, attempt: int = 0, epoch: int = 1) -> WorkItem:
+    """The work item of one attempt."""
     return WorkItem(
-        unit_id=unit(number),
-        group_id=unit(number // 4),
+        unit_id=unit_id(number),
+        group_id=unit_id(number // 4),
         epoch=epoch,
         attempt=attempt,
         repeat=number % 4,
@@ -57,12 +57,12 @@ def item(number: int, attempt: int = 0, epoch: int = 1) -> WorkItem:
     )
 
 
-def begun(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Begun:
+def make_begun(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Begun:
     columns: dict[str, Any] = {
-        "key": key(number, attempt, epoch),
+        "key": attempt_key(number, attempt, epoch),
         "started_at": time.time(),
         "run_id": "run",
-        "group_id": unit(number // 4),
+        "group_id": unit_id(number // 4),
         "member": number % 4,
         "repeat": number % 4,
         "row_index": number // 4,
@@ -71,14 +71,14 @@ def begun(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Begun:
         "config_hash": "c" * 64,
         "seed": number,
         "prompt": f"Do thing {number}",
-        "model": "made-up",
+        "model": "scripted",
         "api_mode": "chat_completions",
         "endpoint": "127.0.0.1:1",
     }
     return Begun(**{**columns, **more})
 
 
-def story(
+def make_events(
     number: int,
     attempt: int = 0,
     epoch: int = 1,
@@ -93,12 +93,12 @@ def story(
         content=content,
         tool_calls=(ToolCall(id="call_1", name="terminal", arguments=arguments),),
     )
-    call = f"{unit(number)}-{epoch}-{attempt}"
+    call = f"{unit_id(number)}-{epoch}-{attempt}"
     return [
-        begun(number, attempt, epoch, **more),
+        make_begun(number, attempt, epoch, **more),
         ToolsOffered(tools=TOOLS),
         MessageAdded(message=UserMessage(content=f"Do thing {number}"), turn=0),
-        CallStarted(call_id=call, turn=1, purpose="agent", model="made-up", started_at=1.0),
+        CallStarted(call_id=call, turn=1, purpose="agent", model="scripted", started_at=1.0),
         CallEnded(
             call_id=call,
             outcome="ok",
@@ -117,21 +117,21 @@ def story(
     ]
 
 
-def row(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Trajectory:
-    return fold(story(number, attempt, epoch, **more))
+def make_row(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Trajectory:
+    return fold(make_events(number, attempt, epoch, **more))
 
 
-def finished(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Finished:
-    """What the attempt leaves."""
+def make_finished(number: int, attempt: int = 0, epoch: int = 1, **more: Any) -> Finished:
+    """All rows of one attempt."""
     return Finished(
-        key=key(number, attempt, epoch),
-        row=row(number, attempt, epoch, **more),
-        subagents=(row(number, attempt, epoch),) if number % 3 == 0 else (),
-        segments=(segment(number),) if number % 5 == 0 else (),
+        key=attempt_key(number, attempt, epoch),
+        row=make_row(number, attempt, epoch, **more),
+        subagents=(make_row(number, attempt, epoch),) if number % 3 == 0 else (),
+        segments=(make_segment(number),) if number % 5 == 0 else (),
     )
 
 
-def segment(
+def make_segment(
     number: int, ids: Sequence[int] | None = None, trained: Sequence[int] = (1, 2), **more: Any
 ) -> Segment:
     """A segment of unit `number`; `trained` are the positions that were sampled."""
@@ -140,10 +140,10 @@ def segment(
     starts = [i for i, sampled in enumerate(mask) if sampled and not (i and mask[i - 1])]
     columns: dict[str, Any] = {
         "trajectory_id": "t" * 32,
-        "unit_id": unit(number),
+        "unit_id": unit_id(number),
         "run_id": "run",
         "task_id": "task",
-        "group_id": unit(number // 4),
+        "group_id": unit_id(number // 4),
         "member": 0,
         "agent_name": "main",
         "branch_index": 0,
@@ -163,7 +163,7 @@ def segment(
         "finish_reasons": ["stop"] * len(starts),
         "truncated": False,
         "token_source": "engine",
-        "model": "made-up",
+        "model": "scripted",
         "trainable": True,
         "call_ids": [f"c{i + 1}" for i in range(len(starts))],
         "call_starts": starts,
@@ -171,17 +171,17 @@ def segment(
     return Segment(**{**dict.fromkeys(Segment.__struct_fields__), **columns, **more})
 
 
-def group(number: int, at: int = 1, **more: Any) -> Group:
+def make_group(number: int, at: int = 1, **more: Any) -> Group:
     """A row of table groups."""
     columns: dict[str, Any] = {
-        "group_id": unit(number),
+        "group_id": unit_id(number),
         "run_id": "run",
         "task_id": f"task-{number}",
         "task_hash": "h" * 64,
         "size": 2,
         "n_valid": 1,
         "members": [0, 1],
-        "unit_ids": [unit(0), unit(1)],
+        "unit_ids": [unit_id(0), unit_id(1)],
         "trajectory_ids": ["t0", None],
         "rewards": [1.0, None],
         "reward_parts": [],
@@ -200,19 +200,19 @@ def group(number: int, at: int = 1, **more: Any) -> Group:
     return Group(**{**dict.fromkeys(Group.__struct_fields__), **columns, **more})
 
 
-def receipt(made: Finished, writer: str) -> Receipt:
-    """What the driver is told of it."""
+def make_receipt(made: Finished, writer: str) -> Receipt:
+    """The receipt for the driver."""
     return receipt_of(made, writer)
 
 
-async def attempt(driver: Driver, journal: JournalWriter, number: int, **more: object) -> None:
-    """One whole attempt."""
-    tried = driver.ledger.next_attempt(unit(number))
-    work = item(number, tried, driver.epoch)
+async def run_attempt(driver: Driver, journal: JournalWriter, number: int, **more: object) -> None:
+    """Run one whole attempt."""
+    tried = driver.ledger.next_attempt(unit_id(number))
+    work = make_item(number, tried, driver.epoch)
     driver.dispatch(work, journal.writer)
-    made = finished(number, tried, driver.epoch, **more)
+    made = make_finished(number, tried, driver.epoch, **more)
     recorder = journal.recorder(made.key)
-    for event in story(number, tried, driver.epoch, **more):
+    for event in make_events(number, tried, driver.epoch, **more):
         recorder.record(event)
     await journal.finish(made)
-    driver.receive(receipt(made, journal.writer))
+    driver.receive(make_receipt(made, journal.writer))
