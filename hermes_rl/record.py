@@ -6,7 +6,8 @@ schemas from their fields, in the same order.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 
@@ -246,3 +247,20 @@ class Trajectory(_Part, frozen=True, kw_only=True):
     def table(self) -> str:
         """The table that this row belongs to."""
         return "trajectories" if self.status == "ok" else "failures"
+
+
+def replacements(row: Mapping[str, Any]) -> frozenset[int]:
+    """Indices of the messages of a row that replaced earlier ones when a context was compressed:
+    digests and summaries.
+
+    Args:
+        row: of `trajectories`, with the columns `contexts` and `message_info`.
+    """
+    starts = [context["start"] for context in row["contexts"] or ()]
+    return frozenset(
+        index
+        for index, info in enumerate(row["message_info"])
+        if info["synthetic"]
+        and 0 < (info.get("context") or 0) < len(starts)
+        and index < starts[info["context"]]
+    )

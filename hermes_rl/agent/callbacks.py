@@ -29,7 +29,7 @@ class Callbacks:
     | `tool_start_callback` | id, name, arguments | the model calls a tool |
     | `tool_complete_callback` | id, name, arguments, result | its result is there |
     | `tool_progress_callback` | `tool.started`, `tool.completed`; name, preview, arguments | both |
-    | `status_callback` | `error`, `retry` or `waiting`, text | a call fails, is repeated, waits |
+    | `status_callback` | `error`, `retry`, `waiting`, `compressed`; text | of calls; of contexts |
 
     They are called on the agent's loop and must be quick. One that fails is logged.
 
@@ -78,10 +78,8 @@ class Callbacks:
                 self._call("thinking", "thinking")
             case ev.CallEnded():
                 self._end_call(event)
-            case ev.AnswerDiscarded():
-                self._call("status", "retry", event.why)
-            case ev.Waited():
-                self._call("status", "waiting", f"waited {event.seconds:.1f} s")
+            case ev.AnswerDiscarded() | ev.ContextStarted() | ev.Waited():
+                self._status(event)
             case ev.MessageAdded(message=AssistantMessage() as answer):
                 if event.turn and not event.synthetic:
                     self._answer(answer)
@@ -89,6 +87,15 @@ class Callbacks:
                 self._result(result)
             case ev.Begun():
                 self._turn, self._results = 0, []
+
+    def _status(self, event: ev.AnswerDiscarded | ev.ContextStarted | ev.Waited) -> None:
+        match event:
+            case ev.AnswerDiscarded():
+                self._call("status", "retry", event.why)
+            case ev.ContextStarted():
+                self._call("status", "compressed", event.reason)
+            case ev.Waited():
+                self._call("status", "waiting", f"waited {event.seconds:.1f} s")
 
     def _end_call(self, event: ev.CallEnded) -> None:
         self._call("thinking", "")

@@ -125,7 +125,7 @@ def enter(run: RunState, following: NextContext, reason: str) -> None:
     number, record = old.number + 1, run.parts.recorder.record
     messages: list[Message] = []
     kept: list[int] = []
-    prompt_length = 0
+    prompt_length, replaced = 0, set[int]()
     for entry in following.entries:
         place = entry if isinstance(entry, int) else entry.instead_of
         if place is not None and place < run.prompt_length:
@@ -136,6 +136,7 @@ def enter(run: RunState, following: NextContext, reason: str) -> None:
             continue
         messages.append(entry.message)
         kept.append(len(whole))
+        replaced.add(len(whole))
         whole.append(entry.message)
         record(
             MessageAdded(
@@ -152,6 +153,7 @@ def enter(run: RunState, following: NextContext, reason: str) -> None:
         number=number,
         kept=tuple(kept),
         past=whole,
+        replaced=old.replaced | replaced,
         window=old.window,
         threshold=old.threshold,
         failed_summaries=old.failed_summaries,
@@ -297,6 +299,7 @@ class _Summaries:
             model=summariser.model,
             conversation=Conversation([UserMessage(content=prompt)]),
             call_id="",
+            exact=self.run.request.exact,
             sampling=replace(summariser.sampling, max_tokens=min(most, wanted or most)),
         )
         try:

@@ -62,6 +62,8 @@ class ContextState:
     """Indices, in the whole conversation, of the earlier messages that it begins with."""
     past: list[Message] = field(default_factory=list)
     """All messages before its first new one."""
+    replaced: frozenset[int] = frozenset()
+    """Indices of digests and summaries so far."""
     window: int | None = None
     """Tokens of the model's context window, once it is known."""
     threshold: int = 0

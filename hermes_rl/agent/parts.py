@@ -61,10 +61,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Index of its first new message in the whole conversation."""
     context_kept: tuple[int, ...] = ()
     """Indices of the earlier messages that it holds, in its order."""
+    context_replaced: tuple[int, ...] = ()
+    """Indices of digests and summaries."""
 
 
 _ELSEWHERE = (
-    "context", "context_start", "context_kept", "counts", "seconds", "tool_state",
+    "context", "context_start", "context_kept", "context_replaced", "counts", "seconds",
+    "tool_state",
 )  # fmt: skip
 _PROGRESS = tuple(name for name in Progress.__struct_fields__ if name not in _ELSEWHERE)
 """Fields that `RunState` has under the same name."""
@@ -376,6 +379,7 @@ class RunState:
             context=self.context.number,
             context_start=len(self.context.past),
             context_kept=self.context.kept,
+            context_replaced=tuple(sorted(self.context.replaced)),
             counts=dict(self.counts),
             seconds=seconds,
             tool_state=self.parts.tool_state,
@@ -394,7 +398,12 @@ class RunState:
         self.parts.tool_state.update(progress.tool_state)
         self.started = time.monotonic() - progress.seconds
         start, kept = progress.context_start, progress.context_kept
-        self.context = ContextState(number=progress.context, kept=kept, past=[*messages[:start]])
+        self.context = ContextState(
+            number=progress.context,
+            kept=kept,
+            past=[*messages[:start]],
+            replaced=frozenset(progress.context_replaced),
+        )
         self.conversation.extend(messages[index] for index in kept)
         self.conversation.extend(messages[start:])
         self.known_ids |= call_ids(m for m in messages if isinstance(m, AssistantMessage))
@@ -408,6 +417,11 @@ class RunState:
         """All messages so far, in order of happening."""
         context = self.context
         return [*context.past, *self.conversation[len(context.kept) :]]
+
+    def originals(self) -> list[Message]:
+        """All messages so far, without digests and summaries of a compression."""
+        replaced = self.context.replaced
+        return [m for index, m in enumerate(self.whole()) if index not in replaced]
 
     @property
     def texts(self) -> Messages:

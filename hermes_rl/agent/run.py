@@ -116,7 +116,7 @@ async def step(run: RunState) -> None:
 async def _replied(run: RunState) -> None:
     """The user's reply to an answer joins the conversation. Raises: Finish when there is none."""
     ask = run.parts.reply
-    message = await ask(run.whole()) if ask is not None else None
+    message = await ask(run.originals()) if ask is not None else None
     if message is None:
         raise Finish("answered")
     run.add(message)

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hermes_rl.record import replacements
+
 Row = Mapping[str, Any]
 
 WIDTH = 100
@@ -105,10 +107,16 @@ def clip(text: str, width: int) -> str:
 def trajectory(row: Row) -> str:
     """One trajectory with its messages and the result of the verifier."""
     lines = [headline(row), *_models_of_calls(row)]
-    infos = row["message_info"]
-    for text, info in zip(row["messages"], infos, strict=True):
+    replaced = replacements(row)
+    starts = {context["start"]: context for context in row["contexts"] or () if context["start"]}
+    pairs = zip(row["messages"], row["message_info"], strict=True)
+    for index, (text, info) in enumerate(pairs):
+        if index in starts:
+            kept, why = starts[index]["kept"], starts[index]["reason"]
+            lines.append(f" context   compressed to {len(kept):,} messages ({why})")
         message = json.loads(text) if isinstance(text, str) else text
-        lines += _message(message, info, row)
+        if index not in replaced or message["role"] == "user":
+            lines += _message(message, info, row)
     for part in row.get("rewards") or []:
         first, _, printed = (part["detail"] or reward(part["score"])).partition("\n")
         lines += [f" {part['name']:<8}  {first}", *indented(printed)]

@@ -31,7 +31,7 @@ from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, UserMessage, conversation_from_openai, to_openai
 from hermes_rl.models import Conversation, ModelRequest, Sampling
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
-from hermes_rl.record import Context, MessageInfo, Trajectory
+from hermes_rl.record import Context, MessageInfo, Trajectory, replacements
 from hermes_rl.store import (
     TRAJECTORIES,
     Driver,
@@ -384,21 +384,12 @@ class _Work:
                 yield self._row(columns)
 
     def _row(self, columns: dict[str, Any]) -> Row:
-        starts = [context["start"] for context in columns["contexts"]]
-        kept = [
-            (text, info)
-            for index, (text, info) in enumerate(
-                zip(columns["messages"], columns["message_info"], strict=True)
-            )
-            if not _is_replacement(index, info, starts)
-        ]
+        replaced = replacements(columns)
+        pairs = zip(columns["messages"], columns["message_info"], strict=True)
+        kept = [pair for index, pair in enumerate(pairs) if index not in replaced]
         left = iter(columns["image_data"] or ())
         every = [[*islice(left, _images_in(text))] for text in columns["messages"]]
-        images = [
-            every[index]
-            for index, info in enumerate(columns["message_info"])
-            if not _is_replacement(index, info, starts)
-        ]
+        images = [one for index, one in enumerate(every) if index not in replaced]
         tokens = [self._tokens(text) for text, _ in kept]
         tools = columns["tools"]
         beside = self.count(tools) if tools and tools != "[]" else 0
@@ -440,12 +431,6 @@ async def _first_done(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]
     for task in done:
         await task
     return others
-
-
-def _is_replacement(index: int, info: Mapping[str, Any], starts: Sequence[int]) -> bool:
-    """Whether a message is a digest or summary that a compressed context began with."""
-    context = info["context"] or 0
-    return bool(info["synthetic"] and 0 < context < len(starts) and index < starts[context])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hermes_rl import events as ev
 from hermes_rl.errors import ENDINGS
 from hermes_rl.images import with_images
 from hermes_rl.messages import UNPARSED, to_openai
+from hermes_rl.record import replacements
 
 _COLUMNS = ("task_id", "member", "final_response", "end_reason", "turns")
 
@@ -87,7 +88,7 @@ class Rollout:
         stream = list(events)
         begun = stream[0]
         assert isinstance(begun, ev.Begun)
-        added = [e for e in stream if isinstance(e, ev.MessageAdded)]
+        added = [e for e in stream if isinstance(e, ev.MessageAdded) and not e.compressed]
         ran = {e.turn for e in stream if isinstance(e, ev.CallStarted) and e.purpose == "agent"}
         rollout = cls._of_messages(
             [to_openai(e.message, parsed_arguments=True) for e in added],
@@ -108,9 +109,14 @@ class Rollout:
     def of_row(cls, row: Mapping[str, Any]) -> Rollout:
         """Build a rollout from a row of `trajectories` (JSON columns as text or decoded)."""
         decoded = [json.loads(m) if isinstance(m, str | bytes) else m for m in row["messages"]]
+        replaced = replacements(row) if row.get("contexts") is not None else ()
+        pairs = zip(
+            with_images(decoded, row.get("image_data") or ()), row["message_info"], strict=True
+        )
+        kept = [pair for index, pair in enumerate(pairs) if index not in replaced]
         return cls._of_messages(
-            with_images(decoded, row.get("image_data") or ()),
-            [(i["turn"], i["synthetic"], i["tool_ok"]) for i in row["message_info"]],
+            [form for form, _ in kept],
+            [(i["turn"], i["synthetic"], i["tool_ok"]) for _, i in kept],
             metrics=_metrics(row["metrics"]),
             **{name: row[name] for name in _COLUMNS},
         )

@@ -32,9 +32,10 @@ async def run_scripts(
     scripts: Sequence[list[Any]],
     tokens: str,
     preset: str = "rl",
+    agent: dict[str, Any] | None = None,
     **model: Any,
 ) -> Report:
-    """Run one task per script; further fields go to the section `model`."""
+    """Run one task per script; further fields go to the sections `agent` and `model`."""
     tasks = folder / "tasks.jsonl"
     rows = [
         {"id": f"t{n}", "prompt": f"Do it.\nSCRIPT: {json.dumps(steps)}\n", "verify": "true"}
@@ -45,7 +46,7 @@ async def run_scripts(
     config = {
         "dataset": {"path": str(tasks)},
         "model": {"name": "toy", **model},
-        "agent": {"preset": preset, "toolsets": ["terminal"]},
+        "agent": {"preset": preset, "toolsets": ["terminal"], **(agent or {})},
         "endpoint": {**endpoint, "tokenizer": str(engine.config.tokenizer)},
         "run": {"out": str(folder / "run"), "workers": 0, "concurrency": 8},
     }

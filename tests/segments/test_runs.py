@@ -243,3 +243,29 @@ async def test_token_ids_of_a_secret_are_not_kept(tmp_path, monkeypatch):
     assert "[secret SEGMENTS_TOKEN]" in str(rows["t0"]["messages"])
     assert {"name": "redacted", "value": 1.0} in rows["t0"]["metrics"]
     assert {segment["task_id"] for segment in segments} == {"t1"}
+
+
+async def test_a_compressed_context_begins_a_branch_and_nothing_is_trained_twice(tmp_path, capsys):
+    step = {"run": "head -c 2000 /dev/urandom | base64 -w 0"}
+    agent = {
+        "switches": {"compress_context": True, "tool_loop_limit": None},
+        "context": {"window": 16_000},
+        "limits": {"max_turns": 24},
+    }
+    async with start_engine(tmp_path) as engine:
+        await run_scripts(engine, tmp_path, [[step] * 30], "vllm", agent=agent)
+        entries = served_entries(engine.truth, tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    (row,) = run.arrow("trajectories").to_pylist()
+    contexts, segments = row["contexts"], run.arrow("segments").to_pylist()
+    summaries = {c["call_id"] for c in row["calls"] if c["purpose"] == "summary"}
+    assert (row["end_reason"], row["turns"]) == ("max_turns", 24)
+    assert len(contexts) > 2
+    mains = [s for s in segments if s["exclude_reason"] is None]
+    assert [s["branch_kind"] for s in mains] == ["main"] + ["compaction"] * (len(contexts) - 1)
+    assert {s["exclude_reason"] for s in segments} <= {None, "summary"}
+    answers = {call: entry for call, entry in entries.items() if call not in summaries}
+    assert len(answers) == 24
+    assert differences(tmp_path / "run", entries) == []
+    assert main(["check", str(tmp_path / "run"), "--tokens"]) == 0
+    assert "no faults" in capsys.readouterr().out
