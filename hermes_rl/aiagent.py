@@ -208,7 +208,8 @@ class AIAgent:
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
     ) -> None:
-        if getattr(sandbox, "name", sandbox) == "none" and not allow_unsandboxed:
+        sandboxed = getattr(sandbox, "name", sandbox) != "none"
+        if not sandboxed and not allow_unsandboxed:
             raise UserError(
                 "sandbox 'none' runs the model's commands as you, on this machine. "
                 "Use the default sandbox, or pass allow_unsandboxed=True"
@@ -223,6 +224,7 @@ class AIAgent:
             limits=limits,
             fallbacks=fallbacks,
             session=session,
+            sandboxed=sandboxed,
             context=context,
         )
         self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets
@@ -543,6 +545,7 @@ class AIAgent:
             on_delta=self._deltas,
             tool_state=place.tool_state,
             budget=settings.budget,
+            approval=settings.approval,
             hooks=hooks,
             after_turn=None if self._saved is None else partial(self._after_turn, log),
             context=self._context(link, log, hooks),

@@ -134,6 +134,16 @@ class MessageAdded(_Event, frozen=True, kw_only=True, tag="message"):
     """Replaces earlier messages in a compressed context: a digest, or the summary."""
 
 
+class CommandDecided(_Event, frozen=True, kw_only=True, tag="command_decided"):
+    """A dangerous command of the model was allowed or not (`tools.approval`)."""
+
+    turn: int
+    tool_call_id: str
+    pattern: str
+    """Name of the pattern that it matches."""
+    decision: Literal["allowed", "denied", "never"]
+
+
 class CallStarted(_Event, frozen=True, kw_only=True, tag="call_start"):
     """A request is about to be sent: written before its first byte."""
 
@@ -307,6 +317,7 @@ Event = (
     | ToolsOffered
     | SandboxLeased
     | MessageAdded
+    | CommandDecided
     | CallStarted
     | TokensAdded
     | CallEnded

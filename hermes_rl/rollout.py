@@ -68,7 +68,7 @@ from hermes_rl.sandboxes import (
 )
 from hermes_rl.tasks import Task, Verify
 from hermes_rl.text import clean, scrub
-from hermes_rl.tools import Tool
+from hermes_rl.tools import Approval, Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
@@ -516,6 +516,7 @@ class _Attempt:
             reply=self.episode.reply if self.episode.replies else None,
             env=self.episode.tool_state(),
             fatal_commands=self.item.fatal_commands,
+            approval=self._approval(sandbox) if draw.policy.check_commands else None,
             context=self.context.context_parts(draw.policy, self.log, self.stage.budget),
             hooks=hooks,
         )
@@ -526,6 +527,11 @@ class _Attempt:
         self._kept = checkpoint.progress.turn
         parts = replace(parts, resumed=checkpoint.progress)
         return await run_agent(parts, checkpoint.messages, self.control)
+
+    def _approval(self, sandbox: Sandbox | None) -> Approval:
+        """A sandbox contains what commands do; without one, dangerous ones are denied."""
+        safe = sandbox is not None and self.context.config.sandbox.backend != "none"
+        return Approval("allow" if safe else "deny")
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:

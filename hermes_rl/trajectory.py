@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -163,7 +164,20 @@ class _Fold:
         before = [e.turn for e in self.stream if isinstance(e, ev.Resumed)]
         resumed = {RESUMED: float(before[0])} if before else {}
         bounds = call_bounds(self.stream)
-        metrics = {**bounds, **unsent, **redacted, **resumed, **self.ended.metrics}
+        decided = Counter(
+            name
+            for e in self.stream
+            if isinstance(e, ev.CommandDecided)
+            for name in (f"commands_{e.decision}", f"commands_{e.decision}: {e.pattern}")
+        )
+        metrics = {
+            **bounds,
+            **{name: float(n) for name, n in decided.items()},
+            **unsent,
+            **redacted,
+            **resumed,
+            **self.ended.metrics,
+        }
         return {
             "status": "ok" if ok else ("cancelled" if owner == "operator" else "failed"),
             "end_reason": reason,

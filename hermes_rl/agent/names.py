@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast, get_args
 
 from pydantic import SecretStr
 
@@ -19,6 +19,9 @@ from hermes_rl.messages import Message, conversation_from_openai
 from hermes_rl.text import clean
 from hermes_rl.tools import (
     DEFAULT_TOOLSETS,
+    Approval,
+    Ask,
+    Mode,
     Tool,
     function_tool,
     resolve,
@@ -62,6 +65,11 @@ class OtherNames(TypedDict, total=False):
     """`fallbacks`; also `{"model": ..., "provider": ..., "base_url": ..., "api_key": ...}`."""
     session_id: str | None
     """Names the agent in results and rows."""
+    approval: str | Approval | None
+    """`ask`, `allow` or `deny` dangerous commands, or an `Approval`; None is `allow` in a sandbox
+    and `ask` without one."""
+    approval_callback: Ask | None
+    """Is asked about dangerous commands; without it, `ask` denies them."""
     tool_progress_callback: Callable[..., Any] | None
     """This and the next eight: see `Callbacks`."""
     tool_start_callback: Callable[..., Any] | None
@@ -90,6 +98,7 @@ class AgentSettings:
     session_id: str | None
     save_to: Path | None
     callbacks: Callbacks | None
+    approval: Approval | None
     context: ContextConfig | None
     """How a full context is compressed; None where the policy does not."""
 
@@ -104,6 +113,7 @@ def settle(
     limits: Limits | None,
     fallbacks: Any,
     session: object,
+    sandboxed: bool,
     context: object = None,
 ) -> AgentSettings:
     """Settle the keywords of `AIAgent`.
@@ -111,6 +121,7 @@ def settle(
     Args:
         names: those of `OtherNames`.
         policy: its wording and timeout are those of the tools of toolsets.
+        sandboxed: commands run in a sandbox.
 
     Raises: UserError for an unknown name or tool, and for two names that contradict each other.
     """
@@ -137,6 +148,7 @@ def settle(
         session_id=names.get("session_id"),
         save_to=(SAVED if save is True else Path(save)) if save else None,
         callbacks=Callbacks.of(names),
+        approval=_approval(names, policy, sandboxed=sandboxed),
         context=_context(context, policy),
     )
 
@@ -165,6 +177,23 @@ def _one_of(choices: Mapping[str, Any]) -> Any:
         if value != values[first]:
             raise UserError(f"{first} and {name} contradict each other. Use one of them")
     return next(iter(values.values()), None)
+
+
+def _approval(names: Mapping[str, Any], policy: Policy, *, sandboxed: bool) -> Approval | None:
+    """Who decides about dangerous commands. Raises: UserError."""
+    chosen, ask = names.get("approval"), names.get("approval_callback")
+    if isinstance(chosen, Approval):
+        if ask is not None:
+            raise UserError("approval and approval_callback contradict each other. Use one of them")
+        return chosen
+    if chosen is None and ask is None:
+        if not policy.check_commands:
+            return None
+        chosen = "allow" if sandboxed else "ask"
+    mode = chosen or "ask"
+    if mode not in get_args(Mode):
+        raise UserError(unknown("approval mode", str(mode), get_args(Mode)))
+    return Approval(cast("Mode", mode), ask)
 
 
 def _model(

@@ -33,7 +33,7 @@ from hermes_rl.models import (
 )
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox
-from hermes_rl.tools import LoopState, Tool, schemas
+from hermes_rl.tools import Approval, LoopState, Tool, schemas
 from hermes_rl.usage import Usage
 
 
@@ -161,6 +161,8 @@ class AgentParts:
     """What tools find as `ToolContext.state`."""
     budget: Budget | None = None
     """Turns that this run shares with others."""
+    approval: Approval | None = None
+    """Decides about dangerous commands; None runs every command."""
     hooks: RunHooks | None = None
     """Called at the moments of `hooks.HOOKS`; those of requests are around `caller`."""
     active_s: float = 0.0

@@ -141,6 +141,8 @@ class Policy:
     """Tell the model, behind a tool's result, when 70 and 90 % of its turns are used."""
     command_timeout_s: int = 180
     """Seconds that a command of the tool `terminal` has when the model names none."""
+    check_commands: bool = False
+    """Check commands against patterns of dangerous ones (`tools.approval`)."""
     spill_results: bool = False
     """Save a result that is too long to a file of the sandbox and show its beginning, in the place
     of leaving out its middle; of all results of a turn 200,000 characters are shown."""
@@ -217,6 +219,7 @@ _HELPED = Policy(
     tool_failure_limit=8,
     loop_warnings=True,
     budget_hints=True,
+    check_commands=True,
     spill_results=True,
     fence_untrusted=True,
 )

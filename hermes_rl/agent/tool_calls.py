@@ -13,16 +13,30 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import steer_note
 from hermes_rl.agent.results import MAX_TURN_CHARS, PREVIEW_CHARS, fenced, spill
 from hermes_rl.agent.side_by_side import independent
 from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
+from hermes_rl.events import CommandDecided
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
 from hermes_rl.text import clean, to_json
-from hermes_rl.tools import WARN, Tool, ToolContext, find_loop, observe, read_arguments
+from hermes_rl.tools import (
+    PLAIN,
+    SUSPECT,
+    WARN,
+    Tool,
+    ToolContext,
+    ToolResult,
+    concern_of,
+    find_loop,
+    observe,
+    read_arguments,
+    refusal,
+)
 
 MAX_TOOL_S = 600.0
 """Bound of one tool call, whatever the limits say."""
@@ -279,16 +293,41 @@ async def _run_one(
         return _failed(f"{tool.name}: {error}", invalid=True)
     start = time.monotonic()
     try:
-        if (hooks := run.parts.hooks) is None:
-            result = await tool.handler(context, arguments)
-        else:
-            result = await hooks.call_tool(call, tool, arguments, context, run.turn)
+        result = await _handled(run, context, call, tool, arguments)
     except ToolError as error:
         return _failed(str(error), seconds=time.monotonic() - start)
     except Exception as error:  # carried to its place in call order, and raised there
         return _Outcome("", ok=False, error=error)
     seconds = time.monotonic() - start
     return _Outcome(clean(result.text), result.ok, seconds, raw_text=result.raw_text)
+
+
+async def _handled(
+    run: RunState, context: ToolContext, call: ToolCall, tool: Tool, arguments: dict[str, Any]
+) -> ToolResult:
+    """What the tool returns, if its command is allowed. Raises: ToolError; errors of the tool."""
+    if run.parts.approval is not None and tool.command_argument is not None:
+        command = str(arguments.get(tool.command_argument))
+        if SUSPECT.search(command.translate(PLAIN)):
+            await _approve(run, call, tool, command)
+    if run.parts.hooks is None:
+        return await tool.handler(context, arguments)
+    return await run.parts.hooks.call_tool(call, tool, arguments, context, run.turn)
+
+
+async def _approve(run: RunState, call: ToolCall, tool: Tool, command: str) -> None:
+    """Raises: ToolError for a command that is not allowed."""
+    approval = run.parts.approval
+    concern = concern_of(command)
+    if approval is None or concern is None:
+        return
+    decision = await approval.decide(concern, tool.name, command)
+    decided = CommandDecided(
+        turn=run.turn, tool_call_id=call.id, pattern=concern.pattern, decision=decision
+    )
+    run.parts.recorder.record(decided)
+    if decision != "allowed":
+        raise ToolError(refusal(concern, decision))
 
 
 def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:

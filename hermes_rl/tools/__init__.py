@@ -8,6 +8,16 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from hermes_rl.tools import read_file, search_files, terminal
+    from hermes_rl.tools.approval import (
+        PLAIN,
+        SUSPECT,
+        Approval,
+        ApprovalRequest,
+        Ask,
+        Mode,
+        concern_of,
+        refusal,
+    )
     from hermes_rl.tools.base import Tool, ToolContext, ToolResult, read_arguments, tool
     from hermes_rl.tools.functions import function_tool
     from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe

@@ -72,6 +72,8 @@ class Tool:
     files."""
     writes: bool = False
     """It changes that file."""
+    command_argument: str | None = None
+    """The argument that is a shell command: it is checked against `tools.approval`."""
     refunds_turn: bool = False
     """A turn whose calls are all of such tools does not count against the limit of turns."""
     untrusted: bool = False
@@ -119,6 +121,7 @@ def tool(
     max_chars: int = 100_000,
     path_argument: str | None = None,
     writes: bool = False,
+    command_argument: str | None = None,
 ) -> Callable[[Handler], Tool]:
     """Make a `Tool` of an async handler that works in the sandbox; `registry` lists it by name.
 
@@ -128,6 +131,7 @@ def tool(
         max_chars: characters of the result that the model sees.
         path_argument: the argument that names the one file it works on.
         writes: it changes that file.
+        command_argument: the argument that is a shell command.
     """
 
     def make(handler: Handler) -> Tool:
@@ -141,6 +145,7 @@ def tool(
             max_chars=max_chars,
             path_argument=path_argument,
             writes=writes,
+            command_argument=command_argument,
         )
 
     return make

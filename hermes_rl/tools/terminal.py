@@ -18,7 +18,13 @@ MAX_OUTPUT_CHARS = 50_000
 MAX_RESULT_CHARS = 60_000
 
 
-@tool(name="terminal", **schema("terminal"), toolset="terminal", max_chars=MAX_RESULT_CHARS)
+@tool(
+    name="terminal",
+    **schema("terminal"),
+    toolset="terminal",
+    max_chars=MAX_RESULT_CHARS,
+    command_argument="command",
+)
 async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Run `command` in the foreground; ok when it exits with 0."""
     timeout = args.get("timeout", DEFAULT_TIMEOUT_S)
