@@ -273,7 +273,7 @@ async def test_harness_text_is_never_recorded_as_the_assistants(stage: Open, bac
 
 @pytest.mark.slow
 async def test_64_agents_do_not_share_state(stage: Open) -> None:
-    s = await stage(agent={"limits": {"max_turns": 60}})
+    s = await stage(agent={"limits": {"max_turns": 90}})
 
     def row(mine: str) -> dict[str, Any]:
         reads = [{"run": f"cat /workspace/id; cat /tmp/id; echo $MINE # {n}"} for n in range(50)]

@@ -261,6 +261,8 @@ class TokenWire:
             if self._route.gaps:
                 return None
             raise context.unreadable_error("ids and logprobs are of different tokens")
+        if not ids:
+            return ()  # none is missing
         if not isinstance(listed, list) or not listed:
             return None
         if len(listed) != len(ids):
