@@ -66,6 +66,7 @@ def engine(name: str, folder: Path) -> Iterator[Engine]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
+            cwd=folder,  # podman's monitor writes a file named oom there
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
