@@ -14,10 +14,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hermes_rl import __version__
 from hermes_rl.errors import ExitCode
+
+if TYPE_CHECKING:
+    import typer
 
 PROGRAM = "hermes-rl"
 
@@ -55,6 +58,8 @@ Options:
 Example: hermes-rl run tasks.jsonl --model gpt-5-mini --repeats 4
 """
 
+
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 _COMPLETE = "_HERMES_RL_COMPLETE"
 """Set by a shell that completes a line."""
@@ -125,13 +130,25 @@ def _command(name: str, args: list[str]) -> Callable[[], int]:
     return invoke
 
 
-def _typer_app(module: Any, name: str) -> Any:
+def make_app(text: str | None = None) -> typer.Typer:
+    """Create an app of subcommands, or without a help text of one command."""
     import typer
 
+    return typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=text is not None,
+        help=text,
+        context_settings=_HELP_OPTIONS,
+    )
+
+
+def _typer_app(module: Any, name: str) -> typer.Typer:
     if hasattr(module, "app"):
-        return module.app
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name, context_settings={"help_option_names": ["-h", "--help"]})(module.command)
+        return cast("typer.Typer", module.app)
+    app = make_app()
+    app.command(name, context_settings=_HELP_OPTIONS)(module.command)
     return app
 
 

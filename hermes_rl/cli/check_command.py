@@ -217,7 +217,7 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
 
 
 def _check_secrets(path: Path, as_json: bool) -> int:
-    from hermes_rl.cli.check_secrets import secrets_in, unsearched
+    from hermes_rl.cli.check_run import secrets_in, unsearched
 
     found, archives = list(secrets_in(path)), unsearched(path)
     if as_json:

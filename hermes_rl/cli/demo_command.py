@@ -151,12 +151,13 @@ def _download_line() -> Callable[[int, int, str], None]:
 
 def _table(report: Report, again: str) -> None:
     from hermes_rl.cli import render
-    from hermes_rl.cli.show_command import COLUMNS
+    from hermes_rl.cli.show_command import read_attempts
     from hermes_rl.store import load_run
 
     run = load_run(report.path)
-    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]
-    rows.sort(key=lambda r: (r["row_index"], r["repeat"], r["attempt"]))
+    rows = sorted(
+        read_attempts(run), key=lambda row: (row["row_index"], row["repeat"], row["attempt"])
+    )
     _print("", render.run_table(rows), render.totals(rows))
     first = rows[0]["unit_id"][:8] if rows else "UNIT"
     _print(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hermes_rl.cli import run_command as run
+from hermes_rl.cli.app import make_app
 from hermes_rl.cli.errors import fail
 from hermes_rl.errors import ExitCode, UserError
 
@@ -19,14 +20,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["process", "evaluate"]
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="RL environments: groups of rollouts as a run, an evaluation, a new environment.",
-)
+app = make_app("RL environments: groups of rollouts as a run, an evaluation, a new environment.")
 
 _ENV_FLAGS = {
     "env": run.Flag(

@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from hermes_rl.cli.app import make_app
 from hermes_rl.cli.errors import fail
 from hermes_rl.errors import ExitCode, HermesError, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.sandboxes import Image, ImageBuilds, ImageStore
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Images that sandboxes can run in: list, pull, import, build, prune.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = make_app("Images that sandboxes can run in: list, pull, import, build, prune.")
 
 _Name = Annotated[str | None, typer.Option("--name", help="name to store it under")]
 

@@ -86,13 +86,12 @@ def _source(dataset: str, wanted: str, columns: dict[str, str]) -> _Source:
     path = Path(dataset)
     if not (path / "epochs").is_dir():
         return _Source(read_tasks(dataset, columns=columns), wanted, SandboxSection())
-    from hermes_rl.cli.show_command import COLUMNS
     from hermes_rl.cli.show_command import find as find_unit
+    from hermes_rl.cli.show_command import read_attempts
     from hermes_rl.config import load_config, parse_config
     from hermes_rl.store import load_run
 
-    run = load_run(path)
-    rows = [r for t in ("trajectories", "failures") for r in run.arrow(t, COLUMNS).to_pylist()]
+    rows = read_attempts(load_run(path))
     config = parse_config(load_config(path / "run.yaml"), str(path / "run.yaml"))
     data = config.dataset
     found = read_tasks(data.path, columns=data.map, limit=data.limit)

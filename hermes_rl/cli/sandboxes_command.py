@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hermes_rl.cli.app import make_app
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.sandboxes import Held, SshHost, Worker
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Sandboxes of this user, on this machine or others: list, reap.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = make_app("Sandboxes of this user, on this machine or others: list, reap.")
 
 _State = Annotated[
     Path | None, typer.Option("--state", help="state folder of the workers [the default one]")

@@ -13,19 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hermes_rl.cli.app import make_app
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.sessions import Hit, SessionInfo, SessionStore
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Stored conversations: list, show, search, export, import, rename, prune.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = make_app("Stored conversations: list, show, search, export, import, rename, prune.")
 
 _DAY = 86_400.0
 

@@ -148,6 +148,12 @@ def _decode_json_columns(row: Row) -> Row:
     return out
 
 
+def read_attempts(run: Run) -> list[Row]:
+    """The `COLUMNS` of all attempts."""
+    tables = ("trajectories", "failures")
+    return [row for table in tables for row in run.arrow(table, COLUMNS).to_pylist()]
+
+
 def rows_of(run: Run, table: str, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Rows with some columns, which include `trajectory_id` and `unpriced_calls`. Rows with
     unpriced calls get `known_cost_usd`, the cost of their other calls."""

@@ -2,8 +2,7 @@
 
 | file | what |
 |---|---|
-| `append` | `append_attempts`: attempts that no batch run made |
-| `driver` | `open_run`: lock, epoch, recovery; dispatches and receipts |
+| `driver` | `open_run`: lock, epoch, recovery; dispatches and receipts; `append_attempts` |
 | `journal` `derived` | what is appended while a run is in progress, and when it is published |
 | `commit` `parts` | sealed batches become Parquet parts and commits |
 | `recovery` | what a killed run left |
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.store.append import append_attempts
     from hermes_rl.store.commit import (
         BatchSummary,
         Commit,
@@ -35,7 +33,13 @@ if TYPE_CHECKING:
     )
     from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE, CrashHook
     from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
-    from hermes_rl.store.driver import Driver, OpenOptions, open_run, refuse_changes
+    from hermes_rl.store.driver import (
+        Driver,
+        OpenOptions,
+        append_attempts,
+        open_run,
+        refuse_changes,
+    )
     from hermes_rl.store.files import (
         AppendFile,
         Storage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ import msgspec
 
 from hermes_rl.aio import in_thread, to_end
 from hermes_rl.errors import StoreError
-from hermes_rl.events import AttemptKey
+from hermes_rl.events import AttemptKey, Begun, Event
 from hermes_rl.identity import canonical_json
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.files import add_digest, convert_os_errors
-from hermes_rl.store.journal import Dispatched, DispatchJournal
+from hermes_rl.store.journal import Dispatched, DispatchJournal, JournalWriter, Publisher
 from hermes_rl.store.ledger import Disposition, Ledger
 from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.recovery import Recovery, RecoveryReport, duplicate_message, quarantined
-from hermes_rl.store.rows import Derived
+from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
 from hermes_rl.text import SECRETS
+from hermes_rl.trajectory import fold
 
 _MAX_VALUE_CHARS = 40
 """Longer values are cut in error messages."""
@@ -296,3 +297,31 @@ def begin_epoch(
         raise StoreError(f"{run_dir.path}: another driver began epoch {epoch.epoch}")
     run_dir.crash("recover-1-epoch")
     return epoch
+
+
+async def append_attempts(
+    path: str | Path, identity: Mapping[str, Any], attempts: Iterable[Sequence[Event]]
+) -> None:
+    """Add finished attempts to a run directory, which is created if needed, and publish them.
+    Attempts at a unit that the run already has are skipped.
+
+    Args:
+        identity: used as the identity of the configuration.
+        attempts: the events of each, from `Begun` to `Ended`; epoch and run id are replaced.
+
+    Raises: UserError, StoreError and DiskFull, as `open_run`.
+    """
+    async with (
+        await open_run(path, identity) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        for begun, *rest in attempts:
+            if not isinstance(begun, Begun):
+                raise ValueError("an attempt's first event must be 'begun'")
+            unit = begun.key.unit_id
+            if driver.ledger.next_attempt(unit):
+                continue
+            key = AttemptKey(unit_id=unit, epoch=driver.epoch, attempt=0)
+            first = msgspec.structs.replace(begun, key=key, run_id=driver.run_id)
+            await journal.finish(Finished(key=key, row=fold([first, *rest])))
+        await Publisher(journal).drain()

@@ -168,19 +168,23 @@ async def test_unit_budget_includes_earlier_attempts(tmp_path: Path, server: Fak
     assert 12 <= last["turns"] <= 16
 
 
+async def run_setups(folder: Path, row: dict[str, Any], server: FakeServer, code: int) -> None:
+    """Run all repeats of a row in this process and check the exit code."""
+    config = kit.make_config(
+        folder,
+        [row],
+        endpoint={"base_url": server.base_url},
+        sandbox={"backend": "bubblewrap"},
+    )
+    assert (await kit.run_config(config)).exit_code == code
+
+
 async def test_a_setup_runs_once_for_all_repeats(tmp_path: Path, server: FakeServer) -> None:
     """All repeats start from its result, and none sees the changes of another."""
     steps = [{"run": "cat ready; echo x >>log; cat log"}, "done"]
     prompt = f"Look.\nSCRIPT: {json.dumps(steps)}"
-    row = episode(2, prompt=prompt, verify="test $(wc -l <$WORKSPACE/log) = 1")
-    config = kit.make_config(
-        tmp_path,
-        [row],
-        endpoint={"base_url": server.base_url},
-        sandbox={"backend": "bubblewrap"},
-        dataset={"repeats": 8},
-    )
-    assert (await kit.run_config(config)).exit_code == 0
+    row = episode(2, prompt=prompt, verify="test $(wc -l <$WORKSPACE/log) = 1", repeats=8)
+    await run_setups(tmp_path, row, server, code=0)
     rows = list(kit.final_rows(tmp_path / "run").values())
     assert len(rows) == 8
     assert {row["reward"] for row in rows} == {1.0}
@@ -199,13 +203,7 @@ async def test_a_setup_that_leaves_a_process_runs_each_time(
         verify="true",
         repeats=4,
     )
-    config = kit.make_config(
-        tmp_path,
-        [row],
-        endpoint={"base_url": server.base_url},
-        sandbox={"backend": "bubblewrap"},
-    )
-    assert (await kit.run_config(config)).exit_code == 0
+    await run_setups(tmp_path, row, server, code=0)
     rows = list(kit.final_rows(tmp_path / "run").values())
     stamps = {tuple(outputs(row)) for row in rows}
     assert len(stamps) == 4
@@ -214,13 +212,7 @@ async def test_a_setup_that_leaves_a_process_runs_each_time(
 
 async def test_a_failing_setup_fails_every_repeat(tmp_path: Path, server: FakeServer) -> None:
     row = episode(2, setup="echo broken >&2; false", repeats=3)
-    config = kit.make_config(
-        tmp_path,
-        [row],
-        endpoint={"base_url": server.base_url},
-        sandbox={"backend": "bubblewrap"},
-    )
-    assert (await kit.run_config(config)).exit_code == 1
+    await run_setups(tmp_path, row, server, code=1)
     assert [row["cause"] for row in failed(tmp_path)] == ["task"] * 3
     assert all("broken" in row["error"] for row in failed(tmp_path))
     assert all(row["sandbox"] is not None for row in failed(tmp_path))
