@@ -34,6 +34,7 @@ from hermes_rl.agent import (
     RunHooks,
     SavedConversation,
     accounts_of,
+    context_files,
     continuable,
     continued_context,
     error_of,
@@ -235,7 +236,8 @@ class AIAgent:
                 "fallbacks would mix two policies in one conversation. Take them out, or use "
                 "another preset than rl"
             )
-        self._system = system or system_prompt(policy.name, settings.tools, policy.wording)
+        preset_text = system_prompt(policy.name, settings.tools, policy.wording)
+        self._system = clean(system or preset_text)
         self._on_event, self._on_delta = on_event, on_delta
         self._loop_thread = LoopThread("hermes-rl-agent")
         self._history: list[Message] = []
@@ -253,6 +255,7 @@ class AIAgent:
         self._runs = 0
         self._keeps_system = system is None
         """A session's own system prompt is used again."""
+        self._joins_files = policy.context_files and system is None
         self._saved = None if session is None else SavedConversation(session)
         self._ended: str | None = None
         """How the last run ended; None before the first."""
@@ -409,7 +412,8 @@ class AIAgent:
             if history is not None:
                 own, rest = split_system(conversation_from_openai(history))
                 self._history, self._whole, system = rest, None, system or own
-            self._system = clean(system or self._system)
+            if system:
+                self._system, self._joins_files = clean(system), False
             prompt = _prompt(self._history, text, as_written=history is not None)
             result, error = await self._until_done(prompt, task_id or self._task_id, reset=reset)
         except BaseException:
@@ -437,6 +441,7 @@ class AIAgent:
         link = self._link
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
         place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
+        await self._join_files(place)
         await self._begin_session(link, reset=reset)
         self._rows = []
         while True:
@@ -582,7 +587,14 @@ class AIAgent:
         self.session_id = self._saved.session_id
         self._history = with_unique_ids(continuable(stored))
         if self._keeps_system and (system := self._saved.system_prompt) is not None:
-            self._system = system
+            self._system, self._joins_files = system, False
+
+    async def _join_files(self, place: _Place) -> None:
+        """Join the project's instructions to the system prompt, once: it stays the same then."""
+        if self._joins_files and place.sandbox is not None:
+            self._joins_files = False
+            found = await context_files(place.sandbox)
+            self._system = f"{self._system}\n\n{found}" if found else self._system
 
     def _hooks_of(self, link: Link, task_id: str) -> RunHooks | None:
         """The hooks of one message, or of none in particular."""

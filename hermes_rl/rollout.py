@@ -34,6 +34,7 @@ from hermes_rl.agent import (
     Control,
     Progress,
     RunHooks,
+    context_files,
     run_agent,
     wall_limit,
 )
@@ -491,6 +492,14 @@ class _Attempt:
             on_connection=self.connections.add,
         )
 
+    async def _system(self, sandbox: Sandbox | None) -> str | None:
+        """The system prompt, with the project's instructions where they are asked for."""
+        system = self.draw.system
+        if sandbox is None or not self.draw.policy.context_files:
+            return system
+        found = await context_files(sandbox)
+        return "\n\n".join(part for part in (system, found) if part) or None
+
     async def _agent(
         self, sandbox: Sandbox | None, active_s: float, checkpoint: Checkpoint | None
     ) -> AgentResult:
@@ -507,7 +516,7 @@ class _Attempt:
             policy=draw.policy,
             limits=draw.limits,
             sampling=draw.sampling,
-            system=draw.system,
+            system=await self._system(sandbox),
             ephemeral=agent.ephemeral_system_prompt,
             prefill=tuple(with_unique_ids([*prompt, *agent.prefill_messages])[len(prompt) :]),
             stream=endpoint.stream,

@@ -148,6 +148,8 @@ class Policy:
     of leaving out its middle; of all results of a turn 200,000 characters are shown."""
     fence_untrusted: bool = False
     """Put results of untrusted tools between marks that say that they are data."""
+    context_files: bool = False
+    """Join the project's instructions (`AGENTS.md` and the like) to the system prompt."""
     invalid_turn_limit: int = 3
     """End as `invalid_tool_calls` after so many turns in a row without one valid call."""
     wording: int = LATEST
@@ -229,6 +231,7 @@ PRESETS: dict[str, Policy] = {
         _HELPED,
         name="interactive",
         continue_cut_streams=True,
+        context_files=True,
         reuse_prior_text=True,
         command_timeout_s=180,
     ),

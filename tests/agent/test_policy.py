@@ -39,6 +39,7 @@ def test_rl_turns_every_switch_off() -> None:
     assert {k for k in switches if not all(o[k] for o in others)} == {
         "reuse_prior_text",
         "continue_cut_streams",
+        "context_files",
     }
 
 

@@ -127,3 +127,12 @@ async def test_rl_ends_each_with_its_reason(stage: Open) -> None:
     )
     row = await opened.attempt({"prompt": script({"text": ""}, "two.")}, 1)
     assert (row.end_reason, row.final_response, len(row.calls)) == ("empty_response", "", 1)
+
+
+async def test_batch_runs_read_project_files_only_when_switched_on(stage: Open) -> None:
+    row = {"prompt": script("done"), "files": {"AGENTS.md": "Use tabs."}}
+    for switches, system in (({}, ""), ({"context_files": True}, "Use tabs.")):
+        opened = await stage(backend="none", agent={"switches": switches})
+        attempt = await opened.attempt(row)
+        assert attempt.end_reason == "answered"
+        assert ("Use tabs." in attempt.messages[0]) is bool(system)
