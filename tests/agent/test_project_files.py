@@ -37,7 +37,7 @@ async def test_instructions_join_the_prompt_from_the_top_down(tmp_path: Path) ->
         assert "docs" not in found
         assert str(tmp_path) not in found  # no path of this machine
         large = await text(sandbox, "printf 'x%.0s' {1..90000} > .hermes.md; rm .cursorrules")
-        assert 20_000 <= large.count("x") < 20_200
+        assert 19_900 <= large.count("x") < 20_100
         odd = await text(sandbox, "rm .hermes.md; mkdir AGENTS.md; ln -s /nowhere CLAUDE.md")
         assert [line for line in odd.splitlines() if line.startswith("<file")] == names[:1]
         assert "top=" not in (await sandbox.run("set", timeout_s=20)).output
