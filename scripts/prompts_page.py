@@ -54,7 +54,7 @@ INTRODUCTION = """\
 
 This page is made from the code by `python scripts/prompts_page.py`, and a test fails when it is not
 up to date. `{...}` is a value. No text has a clock, a host name or a user name. What users, tasks,
-tools, hooks and files contain is not listed.
+tools, hooks and files contain is not listed. Short texts share a block, one in a line.
 """
 
 
@@ -119,6 +119,14 @@ def quoted(text: str) -> str:
     return f"{fence}\n{text.strip(chr(10))}\n{fence}"
 
 
+def blocks(texts: list[str]) -> Iterator[str]:
+    """Texts as blocks, those of one line together."""
+    lines = [text.strip() for text in texts if "\n" not in text.strip()]
+    if lines:
+        yield quoted("\n".join(lines))
+    yield from (quoted(text) for text in texts if "\n" in text.strip())
+
+
 def wordings() -> Iterator[str]:
     """The tables of `agent.prompt`, the latest version first."""
     for version in sorted(WORDINGS, reverse=True):
@@ -135,7 +143,7 @@ def wordings() -> Iterator[str]:
     known = {text for n in others if _target(n) == "WORDINGS" for text in texts_in(n)}
     notes = [t for n in others for t in texts_in(n) if t not in known]
     yield "Joined to the result of a tool:"
-    yield from (quoted(text) for text in dict.fromkeys(notes))
+    yield from blocks(list(dict.fromkeys(notes)))
 
 
 def _target(node: ast.stmt) -> str:
@@ -168,7 +176,7 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION.strip(), *wordings()]
     for heading, patterns in SECTIONS.items():
-        parts += [f"## {heading}", *(quoted(text) for text in found(patterns))]
+        parts += [f"## {heading}", *blocks(found(patterns))]
     return "\n\n".join([*parts, *probes(), *schemas()]) + "\n"
 
 

@@ -40,6 +40,7 @@ PATTERN = re.compile("|".join(FORBIDDEN))
 NOT_PROSE = re.compile(
     r"locks/|LICENSE|NOTICE|.*error_bodies\.jsonl|.*\.(gguf|png|bin|pem|key|bpf)$"
     r"|tests/house/(banned_words\.toml|word_counts\.toml)|hermes_rl/models/.*prices.*\.json"
+    r"|docs/prompts\.md"
 )
 
 
