@@ -2,10 +2,12 @@
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import scripted_rows
 
 from hermes_rl import events as ev
@@ -217,3 +219,12 @@ def leave_unpublished(path: Path, made: Finished) -> None:
             await journal.finish(made)
 
     asyncio.run(add())
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    """Read the rows of an export with readers that refuse invalid UTF-8 and invalid JSON."""
+    if path.endswith(".parquet"):
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return rows
+    text = Path(path).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.removesuffix("\n").split("\n")]

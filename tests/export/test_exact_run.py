@@ -1,14 +1,13 @@
 """A run on the token-exact engine: exports train exactly on the tokens that were sampled."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from engine_runs import run_scripts, served_entries, start_engine
+from rollouts import read
 
 from hermes_rl.export import ExportOptions, export_run
 from hermes_rl.segments import answer_spans
@@ -57,17 +56,17 @@ async def test_every_token_format_trains_on_the_sampled_tokens(
     rows = load_run(run).arrow("segments").to_pylist()  # in the order in which they ended
     assert [len(answer_spans(row)) for row in rows if row["task_id"] == "t0"] == [2]
     for name in ("trl-tokens", "axolotl-tokens"):
-        rows = parquet(run, name)
+        rows = export(run, name)
         assert trained((r["input_ids"], [i != -100 for i in r["labels"]]) for r in rows) == sampled
-    rows = parquet(run, "trl-grpo")
+    rows = export(run, "trl-grpo")
     assert trained((r["completion_ids"], list(map(bool, r["env_mask"]))) for r in rows) == sampled
-    rows = parquet(run, "verl-rl")
+    rows = export(run, "verl-rl")
     masks = ((r["response_ids"], list(map(bool, r["response_mask"]))) for r in rows)
     assert trained(masks) == sampled
-    rows = lines(run, "atropos")
+    rows = export(run, "atropos")
     pairs = (pair for r in rows for pair in zip(r["tokens"], r["masks"], strict=True))
     assert trained((ids, [m != -100 for m in mask]) for ids, mask in pairs) == sampled
-    nodes = [n for r in lines(run, "prime-rl") for t in r["traces"] for n in t["nodes"]]
+    nodes = [n for r in export(run, "prime-rl") for t in r["traces"] for n in t["nodes"]]
     assert trained((n["token_ids"], n["mask"]) for n in nodes) == sampled
     answers = [n["message"] for n in nodes if n.get("sampled")]
     assert [m["content"] for m in answers].count("Done.") == len(PLAIN)
@@ -78,7 +77,7 @@ async def test_atif_contains_prompt_ids_and_logprobs_of_each_answer(
     engine_run: tuple[Path, list[Truth]],
 ) -> None:
     run, truth = engine_run
-    steps = [step for line in lines(run, "atif") for step in line["steps"]]
+    steps = [step for line in export(run, "atif") for step in line["steps"]]
     found = [s["metrics"] for s in steps if s["source"] == "agent"]
     logprobs = {(e.prompt_ids, e.sampled_ids): e.raw_logprobs for e in truth}
     answers = [(tuple(m["prompt_token_ids"]), tuple(m["completion_token_ids"])) for m in found]
@@ -90,10 +89,5 @@ async def test_atif_contains_prompt_ids_and_logprobs_of_each_answer(
     assert export_run(run, "atif").lost.keys() <= {"raw_text", "cut"}
 
 
-def parquet(run: Path, name: str) -> list[dict[str, Any]]:
-    return pq.read_table(export_run(run, name, options=WHOLE).out).to_pylist()
-
-
-def lines(run: Path, name: str) -> list[dict[str, Any]]:
-    text = Path(export_run(run, name, options=WHOLE).out).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+def export(run: Path, name: str) -> list[dict[str, Any]]:
+    return read(export_run(run, name, options=WHOLE).out)

@@ -10,11 +10,11 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 import rollouts
-from rollouts import message, model_call
+from rollouts import message, model_call, read
 
 from hermes_rl import events as ev
 from hermes_rl.errors import UserError
-from hermes_rl.export import FORMATS, LEFT_OUT, LOST, ExportOptions, Row, export_run, whole_file
+from hermes_rl.export import FORMATS, LEFT_OUT, LOST, ExportOptions, export_run, whole_file
 from hermes_rl.messages import AssistantMessage, ToolMessage, UserMessage
 from hermes_rl.store import Finished
 
@@ -71,15 +71,6 @@ def write_one(path: Path, events: Sequence[ev.Event], **fields: Any) -> Path:
     made = rollouts.finished(0, events)
     row = msgspec.structs.replace(made.row, **fields)
     return rollouts.write(path, [msgspec.structs.replace(made, row=row)])
-
-
-def read(path: str) -> list[Row]:
-    """Read the rows of a file with readers that refuse invalid UTF-8 and invalid JSON."""
-    if path.endswith(".parquet"):
-        rows: list[Row] = pq.read_table(path).to_pylist()
-        return rows
-    text = Path(path).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.removesuffix("\n").split("\n")]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from typing import Any
 
 import datasets
 import msgspec
-import pyarrow.parquet as pq
 import pytest
 import rollouts
 import scripted_rows
+from rollouts import read
 
 from hermes_rl.errors import UserError
 from hermes_rl.export import FORMATS, ExportOptions, export_run
@@ -81,12 +81,6 @@ def publish(run: Path, *groups: Group) -> None:
     asyncio.run(add())
 
 
-def rows(path: str) -> list[dict[str, Any]]:
-    if path.endswith(".jsonl"):
-        return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    return pq.read_table(path).to_pylist()
-
-
 @pytest.mark.parametrize("name", RL)
 def test_groups_with_one_valid_member_are_not_sent(name: str, run: Path) -> None:
     report = export_run(run, name)
@@ -101,14 +95,14 @@ def test_the_groups_table_gives_rewards_and_advantages(run: Path) -> None:
     publish(run, group(0, (1.0, 0.0, None, 0.5)))
     publish(run, group(0, (0.75, 0.25, None, 0.5), at=2))  # graded again: the newest counts
     report = export_run(run, "trl-grpo")
-    made = rows(report.out)
+    made = read(report.out)
     assert [r["reward"] for r in made] == [0.75, 0.25, 0.5]
     assert [r["advantage"] for r in made] == pytest.approx(grpo([0.75, 0.25, 0.5]))
     assert report.lost == {}
     other = export_run(run, "verl-rl", options=ExportOptions(advantage="rloo"))
-    assert [r["advantage"] for r in rows(other.out)] == [9.0, 9.0, 9.0]
-    assert [r["reward_score"] for r in rows(other.out)] == [0.75, 0.25, 0.5]
-    assert [r["response_ids"] for r in rows(other.out)] == [[7, 0], [7, 1], [7, 3]]
+    assert [r["advantage"] for r in read(other.out)] == [9.0, 9.0, 9.0]
+    assert [r["reward_score"] for r in read(other.out)] == [0.75, 0.25, 0.5]
+    assert [r["response_ids"] for r in read(other.out)] == [[7, 0], [7, 1], [7, 3]]
 
 
 def test_members_that_only_a_regrade_could_grade_are_reported(run: Path) -> None:
@@ -142,7 +136,7 @@ def test_groups_of_several_workers_are_in_the_order_of_the_dataset(
 
     asyncio.run(write())
     assert len(list((tmp_path / "run/segments").iterdir())) == 24
-    sent = rows(export_run(tmp_path / "run", "atropos").out)
+    sent = read(export_run(tmp_path / "run", "atropos").out)
     assert [[ids[-1] for ids in one["tokens"]] for one in sent] == [
         [2 * task, 2 * task + 1] for task in range(12)
     ]
@@ -151,13 +145,13 @@ def test_groups_of_several_workers_are_in_the_order_of_the_dataset(
 def test_rewards_of_a_regrade_are_filtered_by_and_written(run: Path) -> None:
     publish(run, group(0, (0.25, 0.75, None, 0.5), at=2))  # graded again
     report = export_run(run, "trl", options=ExportOptions(min_reward=0.5))
-    assert [row["reward"] for row in rows(report.out)] == [0.75, 0.5, 1.0]
+    assert [row["reward"] for row in read(report.out)] == [0.75, 0.5, 1.0]
 
 
 def test_an_atropos_line_contains_the_whole_group(run: Path) -> None:
     publish(run, group(0, (1.0, 0.0, None, 0.5)), group(1, (None, None, 1.0, None)))
     report = export_run(run, "atropos")
-    (line,) = rows(report.out)
+    (line,) = read(report.out)
     assert line["scores"] == [1.0, 0.0, 0.5]
     assert line["tokens"] == [[5, 6, 7, n] for n in (0, 1, 3)]
     assert line["masks"] == [[-100, -100, 7, n] for n in (0, 1, 3)]
@@ -248,5 +242,5 @@ def test_only_exact_tokens_with_logprobs_go_to_rl_trainers(name: str, tmp_path: 
     requested = ExportOptions(min_group=1, allow_retokenized=True)
     report = export_run(run, name, options=requested)
     assert report.trained == 2
-    text = json.dumps(rows(report.out))
+    text = json.dumps(read(report.out))
     assert "-0.5" not in text or name != "atropos"  # one without: its whole group has none

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,32 +36,21 @@ PACKAGES = {
 }
 
 
-def wheel(name: str, folder: Path) -> Path:
-    """Build a wheel."""
-    entry, module, text = PACKAGES[name]
-    info = f"{name}-1.0.dist-info"
-    files = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[hermes_rl.environments]\n{entry}\n",
-        module: text,
-    }
-    if "/" in module:
-        files[f"{module.rpartition('/')[0]}/__init__.py"] = ""
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for place, content in files.items():
-            archive.writestr(place, content)
-    return path
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the installed files of the wheels."""
+    """A folder with the files of the installed packages."""
     folder = tmp_path_factory.mktemp("site")
-    for name in PACKAGES:
-        with zipfile.ZipFile(wheel(name, tmp_path_factory.mktemp("wheels"))) as archive:
-            archive.extractall(folder)
+    for name, (entry, module, text) in PACKAGES.items():
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        (info / "METADATA").write_text(metadata)
+        (info / "entry_points.txt").write_text(f"[hermes_rl.environments]\n{entry}\n")
+        path = folder / module
+        if path.parent != folder:
+            path.parent.mkdir()
+            (path.parent / "__init__.py").touch()
+        path.write_text(text)
     return folder
 
 

@@ -9,12 +9,21 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from batch_runner import Report, arun_batch
+from hermes_rl.cli import main
 from hermes_rl.config import parse_config
 from hermes_rl.segments import answer_spans
 from hermes_rl.store import load_run
 from hermes_rl.testing import ExactConfig, ExactEngine, Truth, chat_of, write_tiny_tokenizer
+
+
+def check(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run `hermes-rl check`; return its exit code, output and errors."""
+    code = main(["check", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 @asynccontextmanager

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import rewrite_table, run_scripts, start_engine
+from engine_runs import check, rewrite_table, run_scripts, start_engine
 
 from batch_runner import exact_lines
-from hermes_rl.cli import main
 from hermes_rl.store import Ledger, Summary, compute_stats
 
 SCRIPTS: list[list[Any]] = [
@@ -38,12 +37,6 @@ async def finished_run(folder: Path) -> Path:
     return run
 
 
-def checked(*arguments: str, capsys: Any) -> tuple[int, str, str]:
-    code = main(["check", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def template(folder: Path, into: Path, source: str | None) -> str:
     """Copy the tokenizer, with another template unless `source` is None."""
     into.mkdir()
@@ -55,7 +48,7 @@ def template(folder: Path, into: Path, source: str | None) -> str:
 
 
 async def test_canonical_histories_are_identical(finished_run, capsys):
-    code, out, err = checked(str(finished_run), "--tokens", capsys=capsys)
+    code, out, err = check(finished_run, "--tokens", capsys=capsys)
     assert (code, err) == (0, "")
     *rows, total = out.splitlines()
     first, second = sorted(rows)
@@ -64,7 +57,7 @@ async def test_canonical_histories_are_identical(finished_run, capsys):
     assert first.endswith("ids trained, identical")
     assert second.endswith("ids trained, identical")
     assert "0 of 2 histories forked (0.0%)" in total
-    code, out, _ = checked(str(finished_run), "--tokens", "--json", capsys=capsys)
+    code, out, _ = check(finished_run, "--tokens", "--json", capsys=capsys)
     tokens = json.loads(out)["tokens"]
     assert [row["verdict"] for row in tokens["rows"]] == ["identical", "identical"]
     assert tokens["fork_rate"] == 0.0
@@ -87,7 +80,7 @@ async def test_more_than_five_percent_of_forks_cause_a_warning(
     finished_run, forks, of, tmp_path, capsys
 ):
     run = rewrite_table(finished_run, tmp_path / "run", "trajectories", forked(forks, of))
-    code, out, err = checked(str(run), "--tokens", capsys=capsys)
+    code, out, err = check(run, "--tokens", capsys=capsys)
     assert code == 0
     assert f"{forks} of {of:,} histories forked" in out
     warned = "warning: more than 5% of histories forked\n"
@@ -101,7 +94,7 @@ async def test_more_than_five_percent_of_forks_cause_a_warning(
 async def test_masks_of_several_templates_each_have_a_line(finished_run, folder, tmp_path, capsys):
     sampled, refuses = str(folder / "tokenizer"), template(folder, tmp_path / "refuses", REFUSES)
     arguments = (str(finished_run), "--masks", "--tokenizer", sampled, "--tokenizer", refuses)
-    code, out, err = checked(*arguments, capsys=capsys)
+    code, out, err = check(*arguments, capsys=capsys)
     assert code == 2
     assert err == (
         f"error: {refuses}: 4 of 4 messages: the chat template refuses this conversation: "
@@ -118,7 +111,7 @@ async def test_masks_of_several_templates_each_have_a_line(finished_run, folder,
 
 async def test_a_template_with_empty_masks_is_an_error(finished_run, folder, tmp_path, capsys):
     bare = template(folder, tmp_path / "bare", OTHERWISE)
-    code, _, err = checked(str(finished_run), "--masks", "--tokenizer", bare, capsys=capsys)
+    code, _, err = check(finished_run, "--masks", "--tokenizer", bare, capsys=capsys)
     assert code == 2
     assert f"error: {bare}: no assistant token is masked in: training learns nothing" in err
 
@@ -128,7 +121,7 @@ async def test_an_invalid_or_absent_template_is_reported_in_one_line(
 ):
     broken = template(folder, tmp_path / "broken", "{% for m in messages %}")
     for arguments in (["--tokenizer", broken], ["--tokenizer", str(tmp_path / "absent")]):
-        code, out, err = checked(str(finished_run), "--masks", *arguments, capsys=capsys)
+        code, out, err = check(finished_run, "--masks", *arguments, capsys=capsys)
         assert (code, out) == (2, "")
         assert err.startswith("error: ")
         assert len(err.splitlines()) == 1
@@ -150,14 +143,14 @@ async def test_rows_of_two_models_need_both_tokenizers(finished_run, folder, tmp
     run = rewrite_table(finished_run, tmp_path / "run", "segments", change)
     both = ("--tokenizer", str(sampled), "--tokenizer", str(other))
     for look in ("--tokens", "--masks"):
-        code, out, err = checked(str(run), look, *both, capsys=capsys)
+        code, out, err = check(run, look, *both, capsys=capsys)
         assert (code, err) == (0, ""), out
-    code, _, err = checked(str(run), "--tokens", *both[:2], capsys=capsys)
+    code, _, err = check(run, "--tokens", *both[:2], capsys=capsys)
     assert code == 2
     assert err == (
         "error: t1 #0: branch 0 was made with another tokenizer than those that are named\n"
     )
-    code, _, err = checked(str(run), "--masks", *both[:2], capsys=capsys)
+    code, _, err = check(run, "--masks", *both[:2], capsys=capsys)
     assert code == 2
     assert err.startswith("error: recorded ids: 1 of 4 messages: made with another tokenizer")
 

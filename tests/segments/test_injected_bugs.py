@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import differences, rewrite_table, run_scripts, served_entries, start_engine
+from engine_runs import check, differences, rewrite_table, run_scripts, served_entries, start_engine
 
-from hermes_rl.cli import main
 from hermes_rl.models.tokens import load_renderer
 from hermes_rl.segments import answer_spans
 from hermes_rl.testing import Truth
@@ -183,11 +182,6 @@ DETECTED = [
 ]
 
 
-def checked(run: Path, *arguments: str, capsys: Any) -> tuple[int, str]:
-    code = main(["check", str(run), "--tokens", *arguments])
-    return code, capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("inject", "fault"), DETECTED, ids=[inject.__name__ for inject, _ in DETECTED]
 )
@@ -197,7 +191,7 @@ async def test_the_check_and_the_log_show_injected_bugs(
     run = rewrite_table(
         finished_run.run, tmp_path / "run", "segments", lambda rows: inject(rows, finished_run)
     )
-    code, err = checked(run, capsys=capsys)  # without a tokenizer too
+    code, _, err = check(run, "--tokens", capsys=capsys)  # without a tokenizer too
     assert code == 2
     assert fault in err
     assert differences(run, served_entries(finished_run.truth, finished_run.run))
@@ -222,7 +216,7 @@ async def test_the_check_with_a_tokenizer_shows_changed_rows(
 
     run = rewrite_table(finished_run.run, tmp_path / "run", "segments", change)
     tokenizer = str(finished_run.folder / "tokenizer")
-    code, err = checked(run, "--tokenizer", tokenizer, capsys=capsys)
+    code, _, err = check(run, "--tokens", "--tokenizer", tokenizer, capsys=capsys)
     assert code == 2
     assert fault in err
 
@@ -230,7 +224,10 @@ async def test_the_check_with_a_tokenizer_shows_changed_rows(
 async def test_an_unchanged_run_has_no_faults(finished_run, tmp_path, capsys):
     run = rewrite_table(finished_run.run, tmp_path / "run", "segments", lambda rows: None)
     assert (
-        checked(run, "--tokenizer", str(finished_run.folder / "tokenizer"), capsys=capsys)[0] == 0
+        check(
+            run, "--tokens", "--tokenizer", str(finished_run.folder / "tokenizer"), capsys=capsys
+        )[0]
+        == 0
     )
     assert differences(run, served_entries(finished_run.truth, finished_run.run)) == []
 
@@ -244,7 +241,10 @@ async def test_only_the_log_shows_shifted_logprobs(finished_run, tmp_path, capsy
         lambda rows: shift_logprobs(rows, finished_run),
     )
     assert (
-        checked(run, "--tokenizer", str(finished_run.folder / "tokenizer"), capsys=capsys)[0] == 0
+        check(
+            run, "--tokens", "--tokenizer", str(finished_run.folder / "tokenizer"), capsys=capsys
+        )[0]
+        == 0
     )
     found = differences(run, served_entries(finished_run.truth, finished_run.run))
     assert found
@@ -260,7 +260,7 @@ async def test_raw_logprobs_with_a_penalty_are_not_trainable_and_are_detected(tm
     assert "nothing will be trainable: logprobs are of the model before repetition_penalty" in err
     exact = report.stats["exact_tokens"]
     assert (exact["trainable"], exact["trained_tokens"]) == (0, 0)
-    assert checked(tmp_path / "run", capsys=capsys)[0] == 0
+    assert check(tmp_path / "run", "--tokens", capsys=capsys)[0] == 0
 
     def train(rows: list[Row]) -> None:
         for row in rows:
@@ -268,6 +268,6 @@ async def test_raw_logprobs_with_a_penalty_are_not_trainable_and_are_detected(tm
             row["trainable"], row["exclude_reason"] = True, None
 
     run = rewrite_table(tmp_path / "run", tmp_path / "changed", "segments", train)
-    code, err = checked(run, capsys=capsys)
+    code, _, err = check(run, "--tokens", capsys=capsys)
     assert code == 2
     assert "is trainable, but shaped by repetition_penalty" in err

@@ -4,9 +4,8 @@ import json
 
 import pytest
 from attempts import AttemptBuilder
-from engine_runs import differences, rewrite_table, run_scripts, served_entries, start_engine
+from engine_runs import check, differences, rewrite_table, run_scripts, served_entries, start_engine
 
-from hermes_rl.cli import main
 from hermes_rl.models.tokens import find_parser, load_renderer
 from hermes_rl.segments import answer_spans
 from hermes_rl.store import JournalWriter, load_run, open_run
@@ -58,7 +57,7 @@ async def test_answers_that_look_like_calls_are_reported(finished_run, capsys):
     """The template writes calls in tags; the model writes about tags, or invalid ones."""
     assert load_run(finished_run).stats["calls"]["suspected_unparsed"] == 3
     assert any("3 answers look like tool calls" in line for line in _REPORT)
-    code, out, _ = check(str(finished_run), capsys=capsys)
+    code, out, _ = check(finished_run, capsys=capsys)
     assert code == 0
     assert "3 answers look like tool calls that were not parsed" in out
 
@@ -90,21 +89,15 @@ async def test_an_unparsable_call_keeps_its_text_and_its_tokens(finished_run, fo
     assert [text[c.start : c.end].startswith("<tool_call>") for c in parsed.calls] == [True, True]
 
 
-def check(*arguments: str, capsys) -> tuple[int, str, str]:
-    code = main(["check", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 async def test_the_check_explains_a_bridged_run(finished_run, folder, capsys):
-    code, out, err = check(str(finished_run), "--tokens", capsys=capsys)
+    code, out, err = check(finished_run, "--tokens", capsys=capsys)
     assert code == 0, err
     assert "t0 #0 branch 0 (main): turns 1-3" in out
     assert "bridged" in out
     assert "histories forked (0.0%); 3 answers look like tool calls that were not parsed" in out
     assert out.rstrip().endswith("no faults")
     again = ("--tokens", "--tokenizer", str(folder / "tokenizer"))
-    code, out, err = check(str(finished_run), *again, capsys=capsys)
+    code, out, err = check(finished_run, *again, capsys=capsys)
     assert code == 0, err
     assert "rendered again it differs at token" in out
     assert "stopped without an end token" in out  # a script has one such answer
@@ -132,7 +125,7 @@ async def test_a_server_that_renders_histories_again_causes_forks(folder, capsys
     assert report.stats["exact_tokens"]["fork_rate"] > 0.05
     assert any(line.startswith("warning: many histories drift") for line in report.lines())
     arguments = ("--tokens", "--tokenizer", str(place / "tokenizer"))
-    code, out, err = check(str(place / "run"), *arguments, capsys=capsys)
+    code, out, err = check(place / "run", *arguments, capsys=capsys)
     assert code == 0, err
     assert "forked here because dropped_reasoning: turn 2" in out
     assert "forked here because retokenized_history" in out
@@ -164,7 +157,7 @@ async def test_answers_that_the_harness_discards_have_their_own_branches(tmp_pat
     assert all(
         plain.items() <= row.items() for row in load_run(tmp_path / "run").trajectories.sampling
     )
-    code, _, err = check(str(tmp_path / "run"), "--tokens", capsys=capsys)
+    code, _, err = check(tmp_path / "run", "--tokens", capsys=capsys)
     assert code == 0, err
 
 
@@ -186,7 +179,7 @@ async def test_masks_of_text_that_was_not_sampled_are_reported(
 
     run = rewrite_table(finished_run, tmp_path / "run", "segments", replace_answers)
     arguments = ("--masks", "--tokenizer", str(folder / "tokenizer"))
-    code, _, err = check(str(run), *arguments, capsys=capsys)
+    code, _, err = check(run, *arguments, capsys=capsys)
     assert code == 2
     assert "masked in is" in err
 
@@ -194,7 +187,7 @@ async def test_masks_of_text_that_was_not_sampled_are_reported(
 async def test_the_check_reports_a_run_without_ids(tmp_path, capsys):
     async with start_engine(tmp_path) as engine:
         await run_scripts(engine, tmp_path, SCRIPTS[2:3], "off")
-    code, _, err = check(str(tmp_path / "run"), "--tokens", capsys=capsys)
+    code, _, err = check(tmp_path / "run", "--tokens", capsys=capsys)
     assert code == 2
     assert "no token ids were recorded" in err
     code, _, err = check("smoke", "--tokens", capsys=capsys)
