@@ -260,5 +260,6 @@ async def test_a_compressed_context_begins_a_branch_and_nothing_is_trained_twice
     answers = {call: entry for call, entry in entries.items() if call not in summaries}
     assert len(answers) == 24
     assert differences(tmp_path / "run", entries) == []
-    assert main(["check", str(tmp_path / "run"), "--tokens"]) == 0
-    assert "no faults" in capsys.readouterr().out
+    code, out, _ = check(tmp_path / "run", "--tokens", capsys=capsys)
+    assert code == 0
+    assert "no faults" in out
