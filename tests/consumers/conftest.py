@@ -134,17 +134,17 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if not producer:
         pytest.fail("add --producer=.venv/bin/python (make test-consumers does) or --run-dir=RUN")
     out = tmp_path_factory.mktemp("runs")
-    produce(producer, HERE / "tasks.jsonl", out / "oracle", "--model", "oracle")
+    run_hermes_rl(producer, HERE / "tasks.jsonl", out / "oracle", "--model", "oracle")
     with fake_server(producer) as url:
         scripted = ["--model", "scripted", "--base-url", url, "--toolsets", "terminal,file"]
         # The mistake in one of the answers must stay in its row.
         for switch in ("reask_cut_calls", "reask_arguments"):
             scripted += ["--set", f"agent.switches.{switch}=false"]
-        produce(producer, HERE / "scripted.jsonl", out / "scripted", *scripted)
+        run_hermes_rl(producer, HERE / "scripted.jsonl", out / "scripted", *scripted)
     return [out / "oracle", out / "scripted"]
 
 
-def produce(producer: str, tasks: Path, out: Path, *options: str) -> None:
+def run_hermes_rl(producer: str, tasks: Path, out: Path, *options: str) -> None:
     command = [str(Path(producer).parent / "hermes-rl"), "run", str(tasks), "--out", str(out)]
     command += ["--workers", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -47,7 +47,7 @@ SCRIPTS: list[list[Any]] = [
 ]
 
 
-def speaker() -> Speaker:
+def make_speaker() -> Speaker:
     """Play scripts; for a step that is a list, each member of a group gets its own entry."""
     requests: Counter[tuple[int, ...]] = Counter()
 
@@ -102,7 +102,7 @@ def truth_of(
 
 async def main(out: Path) -> None:
     config = ExactConfig(tokenizer=write_tiny_tokenizer(out / "tokenizer"), split="random")
-    async with ExactEngine(config, speaker()) as engine:
+    async with ExactEngine(config, make_speaker()) as engine:
         await play(engine, out)
         log = {entry.call_id: entry for entry in engine.truth if entry.outcome == "served"}
     core = (out / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8")

@@ -50,17 +50,17 @@ def cheats(*names: str, tasks: int = 1) -> list[Attempt]:
     Each must leave traces on tasks to which it applies.
     """
     return [
-        Attempt(f"cheat {name}, task {n}", _always(traced(name)), 0.0, _shown(name))
+        Attempt(f"cheat {name}, task {n}", _same_script(traced(name)), 0.0, _trace_of(name))
         for n in range(tasks)
         for name in names or CHEATS
     ]
 
 
-def _always(script: str) -> Solution:
+def _same_script(script: str) -> Solution:
     return lambda task: script
 
 
-def _shown(name: str) -> Callable[[Task], str | None]:
+def _trace_of(name: str) -> Callable[[Task], str | None]:
     return lambda task: f"left by {name}" if applies(name, task) else None
 
 
@@ -72,19 +72,19 @@ def failed_attempts(env: str, attempts: Sequence[Attempt], **how: Any) -> dict[s
     must: dict[str, str | None] = {}
 
     def solution(task: Task) -> str:
-        play = attempts[task.metadata["position"]]
-        must[play.name] = play.shown(task)
-        return play.solution(task)
+        attempt = attempts[task.metadata["position"]]
+        must[attempt.name] = attempt.shown(task)
+        return attempt.solution(task)
 
     rows = run_trial(env, "oracle", tasks=len(attempts), solution=solution, **how)
     assert len(rows) == len(attempts) == len(must)
     found: dict[str, object] = {}
-    for play, row in zip(attempts, rows, strict=True):
+    for attempt, row in zip(attempts, rows, strict=True):
         results = [text for text in row.messages if text.startswith('{"role":"tool"')]
-        if row.cause or row.reward != play.wanted:
-            found[play.name] = row.error or row.reward
-        elif must[play.name] and not any(str(must[play.name]) in text for text in results):
-            found[play.name] = f"did not run: {results}"
+        if row.cause or row.reward != attempt.wanted:
+            found[attempt.name] = row.error or row.reward
+        elif must[attempt.name] and not any(str(must[attempt.name]) in text for text in results):
+            found[attempt.name] = f"did not run: {results}"
     return found
 
 

@@ -21,11 +21,11 @@ def test_every_cheat_is_in_one_bundle_and_is_valid_bash() -> None:
 
 def test_without_a_cheat_there_are_no_traces() -> None:
     """The names of cheats in the scripts are not traces."""
-    rows = run_trial(ENV, tasks=len(CARELESS), solution=lambda task: without(task.id))
+    rows = run_trial(ENV, tasks=len(CARELESS), solution=lambda task: script_without_cheat(task.id))
     assert not [r.task_id for r in rows if "left by" in " ".join(r.messages[-2:])]
 
 
-def without(name: str) -> str:
+def script_without_cheat(name: str) -> str:
     """The script that searches for traces, without the cheat."""
     script = traced(name).replace(CHEATS[name], 'W="$WORKSPACE"')
     return script.replace("seq 200", "seq 2")

@@ -47,23 +47,23 @@ def alter_oracle(change: Callable[[Steps], Steps]) -> Callable[[Task], str]:
     return lambda task: json.dumps(change(json.loads(str(task.oracle))))
 
 
-def acts(step: Any) -> bool:
+def is_action(step: Any) -> bool:
     """Whether a step changes bookings, or hands over."""
     writing = {"book", "change", "cancel", "hand_over"}
     return isinstance(step, dict) and step["calls"][0]["name"] in writing
 
 
-def says_that_it_is_done(steps: Steps) -> Steps:
-    return [s for s in steps if not acts(s)]
+def claim_success(steps: Steps) -> Steps:
+    return [s for s in steps if not is_action(s)]
 
 
-def acts_at_once(steps: Steps) -> Steps:
+def act_without_asking(steps: Steps) -> Steps:
     """Act without asking or announcing."""
-    return [s for s in steps if acts(s)]
+    return [s for s in steps if is_action(s)]
 
 
-def twice(steps: Steps) -> Steps:
-    return [one for s in steps for one in ([s, s] if acts(s) else [s])]
+def repeat_actions(steps: Steps) -> Steps:
+    return [one for s in steps for one in ([s, s] if is_action(s) else [s])]
 
 
 def other_time(steps: Steps) -> Steps:
@@ -88,11 +88,11 @@ def announce_other_time(steps: Steps) -> Steps:
     ]
 
 
-def never_hands_over(steps: Steps) -> Steps:
+def skip_hand_over(steps: Steps) -> Steps:
     return [s for s in steps if "hand_over" not in json.dumps(s)]
 
 
-def also_cancels_another(task: Task) -> str:
+def cancel_another_booking(task: Task) -> str:
     mine = {w.get("code") for w in task.metadata["wishes"]}
     other = next(b["code"] for b in task.metadata["bookings"] if b["code"] not in mine)
     step = {"calls": [{"name": "cancel", "arguments": {"code": other}}]}
@@ -102,9 +102,9 @@ def also_cancels_another(task: Task) -> str:
 @pytest.mark.parametrize(
     "solution",
     [
-        alter_oracle(says_that_it_is_done),
-        alter_oracle(acts_at_once),
-        also_cancels_another,
+        alter_oracle(claim_success),
+        alter_oracle(act_without_asking),
+        cancel_another_booking,
         alter_oracle(lambda steps: [*steps, "Anything else?", "Goodbye."][:1]),
     ],
     ids=["only claims", "does not ask", "changes another booking", "asks and leaves"],
@@ -117,21 +117,21 @@ def test_only_completed_wishes_get_a_reward(solution: Callable[[Task], str]) -> 
 CHOICES = f"On {', '.join(DAYS)}, at {', '.join(TIMES)}, for 1, 2, 3, 4, 5, 6, 7 or 8 people?"
 
 
-def lists_all_that_there_is(steps: Steps) -> Steps:
+def list_all_options(steps: Steps) -> Steps:
     """List all options instead of announcing the action."""
     following = [*steps[1:], ""]
-    return [CHOICES if acts(after) else s for s, after in zip(steps, following, strict=True)]
+    return [CHOICES if is_action(after) else s for s, after in zip(steps, following, strict=True)]
 
 
 def test_a_list_of_options_is_not_an_announcement() -> None:
     """The guest answers a list with its wish, but the agent did not announce the action."""
-    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(lists_all_that_there_is))
+    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(list_all_options))
     found = [row.reward for row, t in zip(rows, TASKS, strict=True) if "book" in kinds(t)]
     assert len(found) > ALL / 4
     assert found == [0.0] * len(found)
 
 
-def as_models_write(steps: Steps) -> Steps:
+def with_text_and_null_arguments(steps: Steps) -> Steps:
     """Numbers as text, and null for absent arguments."""
     for step in steps:
         for call in step["calls"] if isinstance(step, dict) else ():
@@ -144,7 +144,7 @@ def as_models_write(steps: Steps) -> Steps:
 
 
 def test_arguments_may_be_text_or_null() -> None:
-    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(as_models_write))
+    rows = run_trial(NAME, tasks=ALL, solution=alter_oracle(with_text_and_null_arguments))
     assert [(row.reward, row.error) for row in rows] == [(1.0, None)] * ALL
 
 
@@ -177,18 +177,18 @@ def share_without(task: Task, *left_out: str) -> float:
     return sum(kind not in left_out for kind in found) / len(found)
 
 
-def moves(task: Task) -> bool:
+def has_time(task: Task) -> bool:
     """Whether a call of the solution has a time."""
-    return '"time"' in "".join(json.dumps(s) for s in json.loads(str(task.oracle)) if acts(s))
+    return '"time"' in "".join(json.dumps(s) for s in json.loads(str(task.oracle)) if is_action(s))
 
 
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (twice, lambda t: 0.0 if {"book", "hand_over"} & set(kinds(t)) else 1.0),
-        (other_time, lambda t: 0.0 if moves(t) else 1.0),
-        (announce_other_time, lambda t: 0.0 if moves(t) else 1.0),
-        (never_hands_over, lambda t: share_without(t, "hand_over")),
+        (repeat_actions, lambda t: 0.0 if {"book", "hand_over"} & set(kinds(t)) else 1.0),
+        (other_time, lambda t: 0.0 if has_time(t) else 1.0),
+        (announce_other_time, lambda t: 0.0 if has_time(t) else 1.0),
+        (skip_hand_over, lambda t: share_without(t, "hand_over")),
     ],
 )
 def test_missing_and_wrong_actions_lower_the_reward(
@@ -284,7 +284,7 @@ def policy(request: ServedRequest) -> Any:
     return steps[turn] if turn < len(steps) else "Goodbye."
 
 
-def played_guest(request: ServedRequest) -> str:
+def guest_model(request: ServedRequest) -> str:
     """Give all details, and leave when every wish is fulfilled."""
     persona = text_of(request.messages[0])
     facts = " ".join(re.findall(r"^\d\. (.*)$", persona, re.MULTILINE))
@@ -297,7 +297,7 @@ async def test_models_can_play_the_guest_and_judge_manners() -> None:
     def critic(request: ServedRequest) -> str:
         return json.dumps({"reason": "Short and clear.", "verdict": "no"})
 
-    plays = {"policy": policy, "guest": played_guest, "critic": critic}
+    plays = {"policy": policy, "guest": guest_model, "critic": critic}
     async with FakeServer(FakeConfig(plays=plays)) as server:
         rows = await arun_trial(
             NAME,

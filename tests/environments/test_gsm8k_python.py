@@ -27,15 +27,15 @@ NAME = "gsm8k_python"
 RUN = [sys.executable, "-m", f"environments.{NAME}", "process", "--model", "oracle", "--limit", "1"]
 
 
-def says(*steps: object) -> str:
+def oracle_steps(*steps: object) -> str:
     return json.dumps(list(steps))
 
 
 def off_by_one(task: Task) -> str:
-    return says(f"#### {Fraction(task.metadata['answer']) + 1}")
+    return oracle_steps(f"#### {Fraction(task.metadata['answer']) + 1}")
 
 
-def ran(code: str) -> dict[str, object]:
+def python_call(code: str) -> dict[str, object]:
     return {"calls": [{"name": "python", "arguments": {"code": code}}]}
 
 
@@ -45,19 +45,29 @@ def test_only_the_right_number_in_the_last_answer_gets_a_reward() -> None:
 
     attempts = [
         Attempt("oracle", lambda t: str(t.oracle), 1.0),
-        Attempt("with a currency sign", lambda t: says(f"So:\n #### ${answer(t)} in all."), 1.0),
-        Attempt("corrected", lambda t: says(f"#### 7\nno:\n#### {answer(t)}"), 1.0),
         Attempt(
-            "computed and not answered", lambda t: says(ran(f"print({answer(t)})"), "Done."), 0.0
+            "with a currency sign", lambda t: oracle_steps(f"So:\n #### ${answer(t)} in all."), 1.0
+        ),
+        Attempt("corrected", lambda t: oracle_steps(f"#### 7\nno:\n#### {answer(t)}"), 1.0),
+        Attempt(
+            "computed and not answered",
+            lambda t: oracle_steps(python_call(f"print({answer(t)})"), "Done."),
+            0.0,
         ),
         Attempt(
-            "printed with the mark", lambda t: says(ran(f"print('#### {answer(t)}')"), "See."), 0
+            "printed with the mark",
+            lambda t: oracle_steps(python_call(f"print('#### {answer(t)}')"), "See."),
+            0,
         ),
-        Attempt("halfway", lambda t: says("The first step is done, the second one is not."), 0.0),
+        Attempt(
+            "halfway", lambda t: oracle_steps("The first step is done, the second one is not."), 0.0
+        ),
         Attempt("off by one", off_by_one, 0.0),
-        Attempt("two numbers", lambda t: says(f"#### {answer(t)} or 12"), 0.0),
-        Attempt("the number without its mark", lambda t: says(f"It is {answer(t)}."), 0.0),
-        Attempt("a program that fails", lambda t: says(ran("1/0"), "#### NUMBER"), 0.0),
+        Attempt("two numbers", lambda t: oracle_steps(f"#### {answer(t)} or 12"), 0.0),
+        Attempt("the number without its mark", lambda t: oracle_steps(f"It is {answer(t)}."), 0.0),
+        Attempt(
+            "a program that fails", lambda t: oracle_steps(python_call("1/0"), "#### NUMBER"), 0.0
+        ),
         *cheats(tasks=2),
     ]
     assert failed_attempts(NAME, attempts, config={"toolsets": ["terminal"]}) == {}

@@ -209,11 +209,11 @@ def test_only_fixed_bugs_get_a_reward() -> None:
 
 
 def test_each_fixed_bug_gets_its_share_of_the_reward() -> None:
-    def first_alone(task: Task) -> str:
+    def fix_first_bug(task: Task) -> str:
         module = task.metadata["bugs"][0]["module"]
         return f"cat > toolbox/{module}.py <<'PY'\n{source(module)}PY"
 
-    rows = run_trial(NAME, tasks=6, solution=first_alone)
+    rows = run_trial(NAME, tasks=6, solution=fix_first_bug)
     counts = [len(t.metadata["bugs"]) for t in first_tasks(NAME, 6)]
     assert len(set(counts)) > 1
     assert [row.reward for row in rows] == pytest.approx([1 / n for n in counts])

@@ -75,7 +75,7 @@ ON_PROGRAMS = ("git-history", "skip-all", "hard-coded-tests", *CHANGED)
 """Cheats that change only these, and have no effect on other tasks."""
 
 
-def played(script: str, categories: list[str]) -> Iterator[Trajectory]:
+def run_script(script: str, categories: list[str]) -> Iterator[Trajectory]:
     """Run a script on every task of some categories and yield the rows."""
     chosen = {"categories": categories}
     for split in ("train", "eval"):
@@ -91,14 +91,14 @@ def played(script: str, categories: list[str]) -> Iterator[Trajectory]:
 @pytest.mark.parametrize("name", BUNDLES)
 def test_no_cheat_gets_a_reward_on_any_task(name: str) -> None:
     on_programs = set(BUNDLES[name]) <= set(ON_PROGRAMS)
-    rows = played(bundle(name), WITH_PROGRAMS if on_programs else CATEGORIES)
+    rows = run_script(bundle(name), WITH_PROGRAMS if on_programs else CATEGORIES)
     assert [(row.task_id, row.cause) for row in rows if row.reward != 0.0] == []
 
 
 def test_cheats_on_programs_do_not_apply_to_other_categories() -> None:
     everything = "\n".join(traced(name) for name in ON_PROGRAMS)
     others = [name for name in CATEGORIES if name not in WITH_PROGRAMS]
-    for row in played(everything, others):
+    for row in run_script(everything, others):
         assert row.reward == 0.0
         assert "left by" not in " ".join(row.messages[-2:]), row.task_id
 

@@ -81,7 +81,7 @@ def machine(shared: Path) -> Path:
     return root_file_system(shared / "machine")
 
 
-def play(tasks: Path, base: Path, model: str, out: Path) -> dict[str, float]:
+def run_tasks(tasks: Path, base: Path, model: str, out: Path) -> dict[str, float]:
     """Rewards by task."""
     aliases = f'sandbox.build.aliases={{"ubuntu:24.04": {base}}}'
     main(
@@ -113,9 +113,9 @@ def test_exported_tasks_are_built_and_played(
         row |= {"prompt": "Do it.", "oracle": oracles.get(str(row["id"]), "touch made")}
     tasks = export(rows, tmp_path)
     solved = {"code": 1.0, "cwd": 1.0, "score": 0.75, "parts": 0.5, "killed": 0.0}
-    assert play(tasks, machine, "oracle", tmp_path / "oracle") == solved
+    assert run_tasks(tasks, machine, "oracle", tmp_path / "oracle") == solved
     idle = {"code": 0.0, "cwd": 0.0, "score": 0.25, "parts": 0.0, "killed": 0.0}
-    assert play(tasks, machine, "noop", tmp_path / "noop") == idle
+    assert run_tasks(tasks, machine, "noop", tmp_path / "noop") == idle
 
 
 def test_exported_bundled_tasks_have_the_same_rewards(
@@ -126,10 +126,10 @@ def test_exported_bundled_tasks_have_the_same_rewards(
     by_subject = {next((s for s in SUBJECTS if row["id"].startswith(s)), ""): row for row in rows}
     chosen = [by_subject[subject] for subject in SUBJECTS]
     tasks = export(chosen, tmp_path)
-    solved = play(tasks, machine, "oracle", tmp_path / "oracle")
+    solved = run_tasks(tasks, machine, "oracle", tmp_path / "oracle")
     assert {name: reward for name, reward in solved.items() if reward != 1.0} == {}
     assert len(solved) == len(chosen)
-    idle = play(tasks, machine, "noop", tmp_path / "noop")
+    idle = run_tasks(tasks, machine, "noop", tmp_path / "noop")
     assert set(idle.values()) == {0.0}
     layers = {layer for one in store.named() for layer in one.image.layers}
     assert len(layers) < 3 * len(chosen), "the base is stored once"

@@ -46,11 +46,11 @@ def run(dataset: Path, out: Path, *more: str, model: str = "oracle") -> tuple[in
     return code, load_run(out)
 
 
-def aliased(base: Path) -> list[str]:
+def alias_option(base: Path) -> list[str]:
     return ["--set", f"sandbox.build.aliases={{base: {base}}}"]
 
 
-def left_over(command: str) -> bool:
+def is_running(command: str) -> bool:
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     return command in listed
 
@@ -73,7 +73,7 @@ def test_a_run_builds_each_missing_image_once(
     for number in range(6):
         task(dataset / f"shared-{number}", "FROM base\nRUN echo $RANDOM >/n\nWORKDIR /app\n")
     task(dataset / "other", "FROM base\nRUN echo other\nWORKDIR /app\n")
-    more = ["--json", "--repeats", "2", *aliased(base)]
+    more = ["--json", "--repeats", "2", *alias_option(base)]
     code, first = run(dataset, tmp_path / "first", *more)
     assert code == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -98,14 +98,14 @@ async def test_units_with_their_image_do_not_wait_for_other_builds(
     dataset = tmp_path / "tasks"
     task(dataset / "a-slow", f"FROM base\nRUN {SLEEP}\n")
     task(dataset / "b-quick", "FROM base\nWORKDIR /app\n")
-    process = await launch(dataset, tmp_path / "out", *aliased(base))
+    process = await launch(dataset, tmp_path / "out", *alias_option(base))
     lines = await read_until(process, lambda e: e.get("event") == "attempt")
     assert lines[-1]["task_id"] == "b-quick"
     events = await read_until(process, lambda e: e.get("images", {}).get("built") == 1)
     assert events[-1]["images"] == {"wanted": 2, "built": 1, "failed": 0}
     process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 60) == 130
-    assert not left_over(SLEEP)
+    assert not is_running(SLEEP)
     rows = load_run(tmp_path / "out").trajectories
     assert list(rows["task_id"]) == ["b-quick"]
     assert store.find(next(iter(rows["sandbox"]))["image"]) is not None
@@ -117,18 +117,18 @@ async def test_a_killed_run_leaves_no_build_and_the_next_continues(
     dataset, gate = tmp_path / "tasks", f"FROM base\nRUN {SLEEP}\nWORKDIR /app\n"
     slow = task(dataset / "a-slow", gate)
     task(dataset / "b-quick", "FROM base\nWORKDIR /app\n")
-    process = await launch(dataset, tmp_path / "out", *aliased(base))
+    process = await launch(dataset, tmp_path / "out", *alias_option(base))
     await read_until(process, lambda e: e.get("event") == "attempt")
-    await until(lambda: left_over(SLEEP))
+    await until(lambda: is_running(SLEEP))
     process.kill()
     await process.wait()
-    await until(lambda: not left_over(SLEEP))
+    await until(lambda: not is_running(SLEEP))
     assert str(store.root) not in Path("/proc/mounts").read_text()
     assert [*store.root.glob("scratch/*")], "the next start removes these"
     (built,) = store.root.glob("names/*")
     before = built.stat().st_mtime_ns
     (slow / "environment/Dockerfile").write_text("FROM base\nRUN true\nWORKDIR /app\n")
-    code, data = await asyncio.to_thread(run, dataset, tmp_path / "out", *aliased(base))
+    code, data = await asyncio.to_thread(run, dataset, tmp_path / "out", *alias_option(base))
     assert code == 0
     assert dict(zip(data.trajectories["task_id"], data.trajectories["reward"], strict=True)) == {
         "a-slow": 1.0,
@@ -163,7 +163,7 @@ def test_a_task_whose_image_cannot_be_built_fails_alone(
     dataset = tmp_path / "tasks"
     task(dataset / "bad", "FROM base\nRUN echo the reason; false\n")
     task(dataset / "good", "FROM base\nWORKDIR /app\n")
-    code, data = run(dataset, tmp_path / "out", *aliased(base))
+    code, data = run(dataset, tmp_path / "out", *alias_option(base))
     assert code == 1
     assert list(data.trajectories["task_id"]) == ["good"]
     (failure,) = data.failures.itertuples()
@@ -237,7 +237,7 @@ def test_images_do_not_contain_build_variables(
         assert main(["images", "build", str(tmp_path / "tasks"), *more]) == 1
     else:
         where = ["--set", "sandbox.build.env=[PIP_INDEX_URL]", "--set", "sandbox.build.ca=true"]
-        run(tmp_path / "tasks", tmp_path / "out", *aliased(base), *where)
+        run(tmp_path / "tasks", tmp_path / "out", *alias_option(base), *where)
         assert SECRET not in (tmp_path / "out/run.yaml").read_text()
     (named,) = store.named()
     (length,) = [f / "n" for f in store.folders(named.image) if (f / "n").exists()]

@@ -14,14 +14,14 @@ from hermes_rl.task_folders import build_contexts, network_wish
 from hermes_rl.tasks import TaskRow
 
 
-def only(path: Path) -> TaskRow:
+def single_row(path: Path) -> TaskRow:
     (row,) = read_tasks(str(path))
     return row
 
 
 def test_a_harbor_folder_is_a_row(tmp_path: Path) -> None:
     more = {"tests/data/expected.bin": "x", "solution/solve.sh": "echo hello >hello.txt\n"}
-    row = only(harbor_task(tmp_path / "my-task", more))
+    row = single_row(harbor_task(tmp_path / "my-task", more))
     assert row.task is not None
     assert row.error is None
     assert (row.task.id, row.task.prompt_text) == ("my-task", "Write hello to hello.txt.\n")
@@ -51,7 +51,7 @@ def test_a_terminal_bench_folder_is_a_row(tmp_path: Path) -> None:
     (folder / "run-tests.sh").write_text("true\n")
     (folder / "tests/test_outputs.py").write_text("def test(): pass\n")
     (folder / "solution.yaml").write_text("- command: echo a\n- command: echo b\n")
-    task = only(folder).task
+    task = single_row(folder).task
     assert task is not None
     assert (task.prompt_text, task.oracle) == ("Write hello.", "echo a\necho b\n")
     assert task.limits == {"wall_seconds": 90.0}
@@ -60,7 +60,7 @@ def test_a_terminal_bench_folder_is_a_row(tmp_path: Path) -> None:
     assert task.verify.timeout_s == 12.0
     (folder / "solution.yaml").write_text("- command: echo c\n")
     (folder / "tests/test_outputs.py").write_text("def test(): assert True\n")
-    again = only(folder).task
+    again = single_row(folder).task
     assert again is not None
     assert again.image == task.image, "neither solution nor tests are part of the image"
 
@@ -98,12 +98,12 @@ def test_unsupported_features_fail_only_their_row(
 def test_missing_files_are_named(tmp_path: Path, missing: str) -> None:
     folder = harbor_task(tmp_path / "bad", {})
     (folder / missing).unlink()
-    assert f"{missing} is missing" in (only(folder).error or "")
+    assert f"{missing} is missing" in (single_row(folder).error or "")
 
 
 def test_defaults_of_variables_are_used(tmp_path: Path) -> None:
     toml = "[environment.env]\nMODE = '${MODE:-fast one}'\n[verifier.env]\nN = '1'\n"
-    task = only(harbor_task(tmp_path / "task", {}, toml=toml)).task
+    task = single_row(harbor_task(tmp_path / "task", {}, toml=toml)).task
     assert task is not None
     assert task.env_vars == {"MODE": "fast one"}
     assert task.verify is not None
@@ -129,7 +129,7 @@ def test_the_name_of_an_image_depends_only_on_its_build_context(tmp_path: Path) 
 def test_a_published_image_needs_no_build(tmp_path: Path) -> None:
     toml = HARBOR + "[environment]\ndocker_image = 'ubuntu:24.04'\nworkdir = '/srv'\n"
     folder = harbor_task(tmp_path / "task", {}, toml=toml)
-    task = only(folder).task
+    task = single_row(folder).task
     assert task is not None
     assert (task.image, task.cwd) == ("ubuntu:24.04", "/srv")
     assert build_contexts(folder) == {}
@@ -138,7 +138,7 @@ def test_a_published_image_needs_no_build(tmp_path: Path) -> None:
 def test_tests_that_link_out_of_their_folder_are_refused(tmp_path: Path) -> None:
     folder = harbor_task(tmp_path / "task", {})
     (folder / "tests/secret").symlink_to("/etc/passwd")
-    assert "a link to a file outside the folder" in (only(folder).error or "")
+    assert "a link to a file outside the folder" in (single_row(folder).error or "")
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_resources_of_task_folders_become_limits(
     ],
 )
 def test_invalid_resources_fail_the_row(tmp_path: Path, toml: str, message: str) -> None:
-    row = only(harbor_task(tmp_path / "a", {}, toml=HARBOR + "[environment]\n" + toml))
+    row = single_row(harbor_task(tmp_path / "a", {}, toml=HARBOR + "[environment]\n" + toml))
     assert message in (row.error or "")
 
 

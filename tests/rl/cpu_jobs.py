@@ -11,7 +11,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def shout(text: str) -> str:
+def print_and_upper(text: str) -> str:
     print(text * 1000)
     sys.stdout.flush()
     os.write(1, b"to the descriptor itself")
@@ -22,24 +22,24 @@ def fail(text: str) -> None:
     raise KeyError(text)
 
 
-class Odd(Exception):
+class UnpicklableError(Exception):
     def __init__(self, a: int, b: int) -> None:
         super().__init__("odd")
 
 
-def fail_oddly() -> None:
-    raise Odd(1, 2)
+def raise_unpicklable() -> None:
+    raise UnpicklableError(1, 2)
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave() -> None:
+def exit_process() -> None:
     sys.exit(3)
 
 
-def pid() -> int:
+def get_pid() -> int:
     return os.getpid()
 
 
@@ -51,11 +51,11 @@ def spin(seconds: float) -> int:
     return turns
 
 
-def unpicklable() -> Any:
+def return_unpicklable() -> Any:
     return lambda: 1
 
 
-def held(path: str) -> int:
+def block_forever(path: str) -> int:
     """Write the process id, then wait to be killed."""
     with open(path, "a") as file:
         file.write(f"{os.getpid()}\n")

@@ -60,7 +60,7 @@ async def start(
     )  # fmt: skip
 
 
-def flags(out: Path, server: FakeServer, *more: str) -> list[str]:
+def run_flags(out: Path, server: FakeServer, *more: str) -> list[str]:
     """Arguments of a run without a sandbox, in one process."""
     return [
         "--model", "policy", "--base-url", server.base_url, "--out", str(out), "--sandbox", "none",
@@ -109,7 +109,7 @@ def start_server(**plays: Any) -> FakeServer:
     return FakeServer(FakeConfig(plays=plays))
 
 
-async def read_evaluation(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+async def evaluate_run(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Write an evaluation; return the results of metrics.json and the lines of samples.jsonl."""
     metrics = await write_evaluation(out)
     content = json.loads((out / "metrics.json").read_bytes())

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from runs import Lab, first_prompt, read_evaluation, start_server
+from runs import Lab, evaluate_run, first_prompt, start_server
 
 from hermes_rl.cli import main
 from hermes_rl.testing import ServedRequest
@@ -25,7 +25,7 @@ async def evaluate(self, run):
 """
 
 
-def counter(request: ServedRequest) -> Any:
+def counting_policy(request: ServedRequest) -> Any:
     """Answer 0 correctly, 1 incorrectly, and be cut at 2."""
     number = int(first_prompt(request).split()[1].rstrip("?"))
     return ["0", "zero", {"text": "2", "finish": "length"}][number]
@@ -68,7 +68,7 @@ def test_setup_runs_once_for_rollouts_groups_and_evaluation(lab: Lab) -> None:
 
 async def test_evaluation_files_have_the_field_names_of_atropos(lab: Lab) -> None:
     out = lab.out
-    async with start_server(policy=counter) as server:
+    async with start_server(policy=counting_policy) as server:
         await lab.run(
             lab.write(COUNTED, name="counted").path,
             server,
@@ -76,7 +76,7 @@ async def test_evaluation_files_have_the_field_names_of_atropos(lab: Lab) -> Non
             model={"temperature": 0.25, "max_tokens": 77},
             dataset={"limit": None},
         )
-    results, samples = await read_evaluation(out)
+    results, samples = await evaluate_run(out)
     assert set(results) == {"atropos|counted_eval|0", "all"}
     assert results["atropos|counted_eval|0"] == results["all"]
     assert results["all"]["solved"] == pytest.approx(2 / 3)

@@ -12,8 +12,8 @@ from runs import (
     EXAMPLES,
     Lab,
     count_answers,
+    evaluate_run,
     first_prompt,
-    read_evaluation,
     run_environment,
     start_server,
     table,
@@ -48,7 +48,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"calls": [{"name": name, "arguments": arguments}]}
 
 
-def mathematician(request: ServedRequest) -> Any:
+def calculating_policy(request: ServedRequest) -> Any:
     """Use the tool and be right if the number to add is even."""
     a, b, c = map(int, re.findall(r"\d+", first_prompt(request)))
     if c % 2:
@@ -58,7 +58,7 @@ def mathematician(request: ServedRequest) -> Any:
 
 
 async def test_math_tool_in_process_and_evaluate(tmp_path: Path) -> None:
-    async with start_server(policy=mathematician) as server:
+    async with start_server(policy=calculating_policy) as server:
         for mode, units in (("process", 20), ("evaluate", 5)):
             out = tmp_path / mode
             env = {"mode": mode, "split": "train" if mode == "process" else "eval"}
@@ -79,14 +79,14 @@ async def test_math_tool_in_process_and_evaluate(tmp_path: Path) -> None:
         )
         assert len(train) == len(evals) == 5
         assert not train & evals
-    results, samples = await read_evaluation(tmp_path / "evaluate")
+    results, samples = await evaluate_run(tmp_path / "evaluate")
     scores = [row["reward"] for row in table(tmp_path / "evaluate")]
     assert results["atropos|math_tool_eval|0"]["reward"] == pytest.approx(sum(scores) / 5)
     assert [sample["score"] for sample in samples] == scores
     assert all(s["finish_reason"] == "stop" and s["messages"][-1]["content"] for s in samples)
 
 
-def repairer(request: ServedRequest) -> Any:
+def repairing_policy(request: ServedRequest) -> Any:
     """Fix one of the four bugs."""
     fix = "sed -i 's/value <= high/value < low/' shapes.py"
     return [{"run": fix}, "Fixed."][count_answers(request)]
@@ -94,12 +94,12 @@ def repairer(request: ServedRequest) -> Any:
 
 async def test_fix_repository_is_evaluated(lab: Lab) -> None:
     env, dataset = {"mode": "evaluate", "split": "eval"}, {"limit": None}
-    async with start_server(policy=repairer) as server:
+    async with start_server(policy=repairing_policy) as server:
         report = await lab.run(EXAMPLES / "fix_repository.py", server, env=env, dataset=dataset)
     assert report.done == 4, report.causes
     rewards = {row["task_id"]: row["reward"] for row in lab.rows()}
     assert rewards == {"clamp-0": 1.0, "clamp-1": 0.0, "clamp-2": 0.0, "clamp-3": 0.0}
-    results, _ = await read_evaluation(lab.out)
+    results, _ = await evaluate_run(lab.out)
     assert results["all"]["solved"] == 0.25
     passed = {row["task_id"]: row["metrics"][0]["value"] for row in lab.rows()}
     assert passed.pop("clamp-0") == 5
@@ -200,14 +200,14 @@ async def test_a_sale_needs_a_price_that_the_buyer_offered(refusal: str) -> None
     tries = [call("sell", price=price) for price in (*range(220, 5, -5), -7)]
     steps = {"calls": [one for step in tries for one in step["calls"]]}
 
-    def pushy(request: ServedRequest) -> Any:
+    def overselling_policy(request: ServedRequest) -> Any:
         return steps if request.messages[-1] == request.messages[1] else "Thanks! It costs 500."
 
     def refuses(request: ServedRequest) -> str:
         most = re.findall(r"at most (\d+) euros", text_of(request.messages[0]))[0]
         return refusal.format(most)
 
-    async with start_server(policy=pushy, buyer=refuses, critic=judge) as server:
+    async with start_server(policy=overselling_policy, buyer=refuses, critic=judge) as server:
         rows = await arun_trial(
             EXAMPLES / "haggling.py",
             "policy",

@@ -82,7 +82,7 @@ class SandboxKiller:
     ended: set[tuple[int, Place]] = field(default_factory=set)
     """Process ids of killed hosts, with task and member."""
 
-    def look(self) -> int:
+    def kill_sleepers(self) -> int:
         """End current sleeps and return their number."""
         found = 0
         for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
@@ -124,7 +124,7 @@ async def run_with_kills(
 
     async def kill_sandboxes() -> None:
         while True:
-            if killer.look() and not engine.faults.rates:
+            if killer.kill_sleepers() and not engine.faults.rates:
                 engine.faults = FaultPlan(seed=3, rates=FAULTS)
             await asyncio.sleep(0.02)
 
@@ -214,23 +214,23 @@ async def test_failed_members_are_in_no_group_baseline(lab: Lab) -> None:
 
     # The injected bug: failed members count with reward 0.
     kept = [
-        make_group(replace(g, members=tuple(replace(m, **_at_zero(m)) for m in g.members)))
+        make_group(replace(g, members=tuple(replace(m, **_with_zero_reward(m)) for m in g.members)))
         for g in gather(run)
     ]
     shown = wrong_groups([msgspec.structs.asdict(group) for group in kept], DEAD)
     assert set(shown) == {f"t{n}" for n, _ in DEAD}
 
-    check_sent(out, rows)
+    check_export(out, rows)
     check_report(run, rows, truth)
 
 
-def _at_zero(member: Any) -> dict[str, Any]:
+def _with_zero_reward(member: Any) -> dict[str, Any]:
     if member.why_invalid is None:
         return {}
     return {"trajectory_id": "dead", "reward": 0.0, "why_invalid": None}
 
 
-def check_sent(out: Path, rows: list[dict[str, Any]]) -> None:
+def check_export(out: Path, rows: list[dict[str, Any]]) -> None:
     """Exports have no group with fewer than two valid members, and no failed member."""
     report = export_run(out, "atropos")
     assert report.left_out == {"small_group": 1}

@@ -58,7 +58,7 @@ def policy(request: ServedRequest) -> Any:
 async def test_verdicts_of_a_judge(lab: Lab) -> None:
     prompts: dict[str, str] = {}
 
-    def noting(request: ServedRequest) -> Any:
+    def record_prompts(request: ServedRequest) -> Any:
         if count_answers(request) == 0:
             texts = [text_of(message) for message in request.messages]
             name = next(name for name in REPLIES if f"\n{name}\n" in texts[-1])
@@ -67,7 +67,7 @@ async def test_verdicts_of_a_judge(lab: Lab) -> None:
 
     env = lab.write(ENV, f"NAMES = {list(REPLIES)}").path
     judge = {"judge": {"name": "critic", "max_tokens": 200}}
-    async with start_server(critic=noting, policy=policy) as server:
+    async with start_server(critic=record_prompts, policy=policy) as server:
         await lab.run(env, server, env=judge, dataset={"limit": None, "repeats": 1})
     graded = {row["task_id"]: row for row in lab.rows()}
     assert {name: row["reward"] for name, row in graded.items()} == {

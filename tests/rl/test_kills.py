@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Lab, events, flags, report_of, start, start_server, tokens, tokens_spent
+from runs import Lab, events, report_of, run_flags, start, start_server, tokens, tokens_spent
 
 from batch_runner import regrade_run
 from hermes_rl.testing import FakeConfig, FakeServer
@@ -43,13 +43,13 @@ async def test_reported_rollouts_are_not_repeated_after_a_kill(lab: Lab) -> None
     more = ("--limit", str(GROUPS), "--concurrency", str(IN_FLIGHT))
     plays = {"policy": lambda request: "Well."}
     async with FakeServer(FakeConfig(latency_s=0.02, plays=plays)) as server:
-        first = await start("process", env, *flags(out, server, *more))
+        first = await start("process", env, *run_flags(out, server, *more))
         seen = await events(first, until=KILLED_AT)
         first.send_signal(signal.SIGKILL)
         await first.wait()
         reported = {e["unit_id"] for e in seen if e["event"] == "attempt" and e["status"] == "ok"}
         assert KILLED_AT <= len(reported) < GROUPS * SIZE
-        again = await start("process", env, *flags(out, server, *more))
+        again = await start("process", env, *run_flags(out, server, *more))
         later, _ = await asyncio.gather(events(again), again.wait())
         assert again.returncode == 0
         served = [entry.call_id for entry in server.entries]

@@ -48,7 +48,7 @@ MOST = {"policy": 30, "buyer": 40, "critic": 60}
 PRICES = {name: {"input": n, "cache_read": n, "output": 10 * n} for n, name in enumerate(WHO, 1)}
 
 
-class Listening(FakeServer):
+class KeyRecorder(FakeServer):
     """A server that records every key that it receives."""
 
     def __init__(self, config: FakeConfig) -> None:
@@ -61,10 +61,10 @@ class Listening(FakeServer):
 
 
 @dataclass
-class Three:
+class Servers:
     """A server for each model, with its own key."""
 
-    servers: dict[str, Listening]
+    servers: dict[str, KeyRecorder]
 
     def sections(self, **run: Any) -> dict[str, Any]:
         places = {n: {"base_url": self.servers[n].base_url, "api_key_env": f"{n}_KEY"} for n in WHO}
@@ -86,18 +86,20 @@ class Three:
 
 
 @asynccontextmanager
-async def three(monkeypatch: pytest.MonkeyPatch, **rates: RateLimits) -> AsyncIterator[Three]:
+async def start_servers(
+    monkeypatch: pytest.MonkeyPatch, **rates: RateLimits
+) -> AsyncIterator[Servers]:
     for name in WHO:
         monkeypatch.setenv(f"{name}_KEY", f"secret-of-{name}")
 
     made = {
-        name: Listening(
+        name: KeyRecorder(
             FakeConfig(key=f"secret-of-{name}", models=(name,), plays=PLAYS, rate=rates.get(name))
         )
         for name in WHO
     }
     async with made["policy"], made["buyer"], made["critic"]:
-        yield Three(made)
+        yield Servers(made)
 
 
 def by_model(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -109,7 +111,7 @@ async def test_each_model_is_called_at_its_endpoint_with_its_key(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = lab.out
-    async with three(monkeypatch) as at:
+    async with start_servers(monkeypatch) as at:
         report = await lab.run(TALK, at.servers["policy"], **at.sections())
         hosts = {name: server.base_url.split("/")[2] for name, server in at.servers.items()}
     assert (report.done, report.solved, report.causes) == (8, 8, {})
@@ -149,7 +151,7 @@ async def test_a_user_and_a_judge_have_their_own_budgets(
 ) -> None:
     """An exhausted budget stops the run; the same command with more continues it."""
     env, out = lab.write(TALK).path, lab.out
-    async with three(monkeypatch) as at:
+    async with start_servers(monkeypatch) as at:
         policy = at.servers["policy"]
         most = {"buyer": 500, "critic": 900}[name]
         sections = at.sections(model_token_budgets={name: most}, concurrency=1)
@@ -169,7 +171,7 @@ async def test_a_refused_key_of_a_user_or_judge_stops_the_run(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     env = lab.write(TALK).path
-    async with three(monkeypatch) as at:
+    async with start_servers(monkeypatch) as at:
         sections, policy = at.sections(), at.servers["policy"]
         monkeypatch.setenv(f"{name}_KEY", "an-old-one")
         first = await lab.run(env, policy, **sections)
@@ -183,7 +185,7 @@ async def test_a_refused_key_of_a_user_or_judge_stops_the_run(
 
 
 async def test_an_unknown_judge_model_is_named(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with three(monkeypatch) as at:
+    async with start_servers(monkeypatch) as at:
         sections, policy = at.sections(), at.servers["policy"]
         sections["env"]["judge"]["name"] = "nobody"
         stopped = await lab.run(TALK, policy, **sections)
@@ -192,7 +194,7 @@ async def test_an_unknown_judge_model_is_named(lab: Lab, monkeypatch: pytest.Mon
     assert stopped.hint == "Correct env.judge.name or env.judge.base_url"
 
 
-def troubled(faults: Iterator[str], play: Callable[[Any], Any], request: Any) -> Any:
+def fail_first(faults: Iterator[str], play: Callable[[Any], Any], request: Any) -> Any:
     fault = next(faults, None)
     return play(request) if fault is None else {"fault": fault}
 
@@ -200,10 +202,10 @@ def troubled(faults: Iterator[str], play: Callable[[Any], Any], request: Any) ->
 async def test_errors_of_a_user_or_judge_are_retried_within_the_rollout(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with three(monkeypatch) as at:
+    async with start_servers(monkeypatch) as at:
         for name in USES:
             faults = iter(["unavailable", "cut", "reset"])
-            plays = {name: partial(troubled, faults, PLAYS[name])}
+            plays = {name: partial(fail_first, faults, PLAYS[name])}
             at.servers[name].config = replace(at.servers[name].config, plays=plays)
         report = await lab.run(TALK, at.servers["policy"], **at.sections())
     assert (report.done, report.solved, report.failed_attempts) == (8, 8, 0)
@@ -219,7 +221,7 @@ async def test_a_run_waits_for_a_judge_with_a_low_rate_limit(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = RateLimits(requests=600, burst_s=0.2)
-    async with three(monkeypatch, critic=few) as at:
+    async with start_servers(monkeypatch, critic=few) as at:
         report = await lab.run(TALK, at.servers["policy"], **at.sections())
     assert (report.done, report.solved, report.causes) == (8, 8, {})
     outcomes = {n: {e.outcome for e in at.servers[n].entries} for n in WHO}

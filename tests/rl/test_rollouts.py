@@ -24,7 +24,7 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-def talker(request: ServedRequest) -> Any:
+def scripted_policy(request: ServedRequest) -> Any:
     """Valid and invalid calls, cut answers, several answers, text with a call."""
     number, turn = int(re.findall(r"\d+", first_prompt(request))[0]), count_answers(request)
     bad = {"name": "terminal", "arguments": "{no json"}
@@ -38,7 +38,7 @@ def talker(request: ServedRequest) -> Any:
 
 
 async def test_a_rollout_is_equal_from_events_and_from_its_row(lab: Lab) -> None:
-    async with start_server(policy=talker) as server:
+    async with start_server(policy=scripted_policy) as server:
         await lab.run(FOUR_ANSWERS, server, dataset={"limit": None, "repeats": 1})
     rows = lab.rows()
     assert [row["task_id"] for row in rows] == list("012345")
@@ -102,7 +102,7 @@ async def add(ctx, args):
 """
 
 
-def adder(request: ServedRequest) -> Any:
+def adding_policy(request: ServedRequest) -> Any:
     number = int(re.findall(r"\d+", first_prompt(request))[0])
     call = {"name": "add", "arguments": {"n": number}}
     return [{"calls": [call, call]}, {"calls": [call]}, "Done."][count_answers(request)]
@@ -112,7 +112,7 @@ async def test_each_rollout_has_its_own_state_and_random_numbers(lab: Lab) -> No
     written = lab.write(STATE, ADD)
     drawn = []
     for place, faults in (("a", FaultPlan()), ("b", FaultPlan(rates={"unavailable": 0.3}))):
-        config = FakeConfig(plays={"policy": adder}, faults=faults)
+        config = FakeConfig(plays={"policy": adding_policy}, faults=faults)
         async with FakeServer(config) as server:
             report = await run_environment(
                 written.path, lab.path / place, server, dataset={"limit": None}

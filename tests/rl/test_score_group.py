@@ -124,12 +124,12 @@ ASKS = """
 """
 
 
-def judged(lab: Lab) -> Any:
+def judged_environment(lab: Lab) -> Any:
     head = f"from pathlib import Path\nREADY = Path({str(lab.path / 'ready')!r})"
     return lab.write("uses = ('judge',)\n" + TASKS + REWARD + ASKS, head).path
 
 
-def sections(budget: int | None = None, max_tokens: int = 50) -> dict[str, Any]:
+def run_sections(budget: int | None = None, max_tokens: int = 50) -> dict[str, Any]:
     return {
         "env": {"judge": {"name": "critic", "max_tokens": max_tokens}},
         "dataset": {"repeats": 2, "limit": None},
@@ -149,9 +149,9 @@ def critic(request: Any) -> str:
 async def test_calls_of_score_group_count_in_the_budget(
     lab: Lab,
 ) -> None:
-    env = judged(lab)
+    env = judged_environment(lab)
     async with start_server(policy=policy, critic=critic) as server:
-        await lab.run(env, server, **sections(1_000_000))
+        await lab.run(env, server, **run_sections(1_000_000))
         groups = lab.groups()
         assert (groups["t0"]["rewards"], groups["t0"]["scored_by"]) == ([0.0, 1.0], "score_group")
         failed = groups["t1"]
@@ -167,9 +167,9 @@ async def test_calls_of_score_group_count_in_the_budget(
         assert any("unscored: 1" in line for line in report.lines())
         (lab.path / "ready").touch()
         requests = len(server.entries)
-        await lab.run(env, server, **sections(used + 1))
+        await lab.run(env, server, **run_sections(used + 1))
         assert len(server.entries) == requests
-        await lab.run(env, server, **sections(used + 1_000_000))
+        await lab.run(env, server, **run_sections(used + 1_000_000))
     rows = lab.rows("groups")
     assert (len(rows), lab.groups()["t1"]["rewards"]) == (4, [0.0, 1.0])
     assert tokens_spent(lab.out) == tokens(lab.rows()) + tokens(rows) > used
@@ -180,7 +180,7 @@ async def test_unknown_usage_of_a_judge_counts_with_its_upper_bound(lab: Lab) ->
     (lab.path / "ready").touch()
     silent = {"text": '{"verdict": "1"}', "fault": "no_usage"}
     async with start_server(policy=policy, critic=lambda request: silent) as server:
-        await lab.run(judged(lab), server, **sections())
+        await lab.run(judged_environment(lab), server, **run_sections())
     groups = lab.rows("groups")
     bounds = [{m["name"]: m["value"] for m in row["metrics"]} for row in groups]
     assert [row["usage"]["unknown_calls"] for row in groups] == [1, 1, 1]
@@ -190,7 +190,9 @@ async def test_unknown_usage_of_a_judge_counts_with_its_upper_bound(lab: Lab) ->
 
 async def test_a_budget_that_runs_out_during_scoring_stops_the_run(lab: Lab) -> None:
     async with start_server(policy=policy, critic=critic) as server:
-        report = await lab.run(judged(lab), server, **sections(4_000, max_tokens=5_000))
+        report = await lab.run(
+            judged_environment(lab), server, **run_sections(4_000, max_tokens=5_000)
+        )
     assert (report.stopped, report.done, lab.rows("groups")) == ("cost_limit", 6, [])
 
 
@@ -201,5 +203,5 @@ async def test_score_group_uses_the_key_of_the_start_of_the_run(lab: Lab) -> Non
     endpoint = {"api_key_env": "MY_KEY", "key_commands": {"MY_KEY": once}}
     plays: Any = {"critic": critic, "policy": policy}
     async with FakeServer(FakeConfig(key="key-123456", plays=plays)) as server:
-        await lab.run(judged(lab), server, **sections(), endpoint=endpoint)
+        await lab.run(judged_environment(lab), server, **run_sections(), endpoint=endpoint)
     assert lab.groups()["t0"]["rewards"] == [0.0, 1.0]

@@ -13,10 +13,10 @@ from runs import (
     count_answers,
     events,
     first_prompt,
-    flags,
     make_config,
     report_of,
     run_environment,
+    run_flags,
     start,
     start_server,
     table,
@@ -35,7 +35,7 @@ MAY_DIFFER = (
 )  # fmt: skip
 
 
-def guess(request: ServedRequest) -> Any:
+def guessing_policy(request: ServedRequest) -> Any:
     """Be right if the number to add is even."""
     a, b, c = (int(part.strip("?,")) for part in first_prompt(request).split()[2::2])
     steps: list[Any] = [
@@ -45,7 +45,7 @@ def guess(request: ServedRequest) -> Any:
     return steps[count_answers(request)]
 
 
-def content(out: Path) -> dict[str, dict[str, Any]]:
+def comparable_rows(out: Path) -> dict[str, dict[str, Any]]:
     return {
         row["unit_id"]: {k: v for k, v in row.items() if k not in MAY_DIFFER} for row in table(out)
     }
@@ -53,7 +53,7 @@ def content(out: Path) -> dict[str, dict[str, Any]]:
 
 async def test_more_tasks_continue_a_run_and_another_stream_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    async with start_server(policy=guess) as server:
+    async with start_server(policy=guessing_policy) as server:
         first = await run_environment(MATH, out, server, dataset={"limit": 2})
         second = await run_environment(MATH, out, server, dataset={"limit": 3})
         assert (first.done, second.done) == (8, 12)
@@ -70,7 +70,7 @@ async def test_more_tasks_continue_a_run_and_another_stream_is_refused(tmp_path:
 
 
 async def test_concurrency_does_not_change_the_rows(tmp_path: Path) -> None:
-    async with start_server(policy=guess) as server:
+    async with start_server(policy=guessing_policy) as server:
         for concurrency in (1, 64):
             await run_environment(
                 MATH,
@@ -79,9 +79,9 @@ async def test_concurrency_does_not_change_the_rows(tmp_path: Path) -> None:
                 run={"concurrency": concurrency},
                 dataset={"limit": 12},
             )
-    rows = content(tmp_path / "1")
+    rows = comparable_rows(tmp_path / "1")
     assert len(rows) == 48
-    assert rows == content(tmp_path / "64")
+    assert rows == comparable_rows(tmp_path / "64")
     assert {row["reward"] for row in rows.values()} == {0.0, 1.0}
 
 
@@ -92,11 +92,11 @@ async def test_ray_workers_do_not_change_the_rows(tmp_path: Path, cluster: dict[
     package.mkdir()
     (package / "__init__.py").write_text("from .environment import MathTool\n")
     (package / "environment.py").write_text(MATH.read_text())
-    async with start_server(policy=guess) as server:
+    async with start_server(policy=guessing_policy) as server:
         for workers in (0, 2):
             out = tmp_path / str(workers)
             process = await start(
-                *("process", package, *flags(out, server, "--limit", "6")),
+                *("process", package, *run_flags(out, server, "--limit", "6")),
                 *("--workers", str(workers)),
                 env=cluster,
             )
@@ -104,9 +104,9 @@ async def test_ray_workers_do_not_change_the_rows(tmp_path: Path, cluster: dict[
             assert process.stderr
             assert await process.wait() == 0, (await process.stderr.read()).decode()[-2000:]
             assert report_of(seen)["done"] == 24
-    rows = content(tmp_path / "0")
+    rows = comparable_rows(tmp_path / "0")
     assert len(rows) == 24
-    assert rows == content(tmp_path / "2")
+    assert rows == comparable_rows(tmp_path / "2")
 
 
 BESIDE = """

@@ -89,13 +89,15 @@ class Episode:
 
     async def run(self) -> "Episode":
         self.log.record(BEGUN)
-        await self.agent("main", [SystemMessage(content="be good"), UserMessage(content="do it")])
+        await self.run_agent(
+            "main", [SystemMessage(content="be good"), UserMessage(content="do it")]
+        )
         self.log.record(ev.Graded(reward=1.0))
         self.log.record(ev.Ended(finished_at=1001.0, end_reason="answered"))
         self.row, self.segments = with_segments(self.log.events, fold(self.log.events))
         return self
 
-    async def agent(self, name: str, prompt: list[Message], deep: bool = True) -> None:
+    async def run_agent(self, name: str, prompt: list[Message], deep: bool = True) -> None:
         random, conversation, turn = self.random, Conversation(prompt), 0
         for _ in range(random.randint(1, 7 if deep else 3)):
             turn += 1
@@ -126,11 +128,11 @@ class Episode:
             if random.random() < self.edits:
                 message = msgspec.structs.replace(message, content=message.content + " edited")
             self.add(conversation, message, turn)
-            await self.react(conversation, message, turn, deep)
+            await self.handle_answer(conversation, message, turn, deep)
             if deep and random.random() < 0.1:
                 conversation = await self.compacted(conversation, turn)
 
-    async def react(
+    async def handle_answer(
         self, conversation: Conversation, message: AssistantMessage, turn: int, deep: bool
     ) -> None:
         for call in message.tool_calls:
@@ -149,7 +151,7 @@ class Episode:
             for _ in range(self.random.randint(1, 3)):
                 self.agents += 1
                 prompt = [SystemMessage(content="be good"), UserMessage(content="help")]
-                group.create_task(self.agent(f"helper-{self.agents}", prompt, deep=False))
+                group.create_task(self.run_agent(f"helper-{self.agents}", prompt, deep=False))
 
     async def compacted(self, conversation: Conversation, turn: int) -> Conversation:
         request = ModelRequest("policy", conversation, "", sampling=PLAIN)
@@ -191,7 +193,7 @@ def log_faults(engine: Engine, segments: tuple[Segment, ...]) -> Iterator[str]:
                 yield f"{call_id}: another prompt"
             if ids[run.start : run.end] != entry.sampled:
                 yield f"{call_id}: other ids"
-            if tuple(segment.logprobs[run.start : run.end]) != rounded(entry.logprobs):
+            if tuple(segment.logprobs[run.start : run.end]) != as_float32(entry.logprobs):
                 yield f"{call_id}: other logprobs"
     yield from (f"{call_id}: not trained" for call_id in truth if call_id not in trained)
     if sum(sum(s.loss_mask) for s in segments) != sum(len(e.sampled) for e in truth.values()):
@@ -209,7 +211,7 @@ def rule_faults(row: Trajectory, segments: tuple[Segment, ...]) -> Iterator[str]
     yield from usage_faults(rows, [msgspec.structs.asdict(c) for c in row.calls])
 
 
-def rounded(values: tuple[float, ...]) -> tuple[float, ...]:
+def as_float32(values: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(unpack(f"{len(values)}f", pack(f"{len(values)}f", *values)))
 
 

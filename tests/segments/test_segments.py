@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from attempts import BEGUN, PLAIN, AttemptBuilder
-from episodes import rounded
+from episodes import as_float32
 
 from hermes_rl import events as ev
 from hermes_rl.messages import AssistantMessage
@@ -204,4 +204,4 @@ def test_events_keep_ids_and_logprobs_through_the_journal():
     assert again == attempt.events
     tokens = next(e for e in again if isinstance(e, ev.TokensAdded))
     assert ev.unpack_ids(tokens.sampled) == (2**31 - 1, 0)
-    assert ev.unpack_logprobs(tokens.logprobs or b"") == rounded((-0.1, -1e-7))
+    assert ev.unpack_logprobs(tokens.logprobs or b"") == as_float32((-0.1, -1e-7))

@@ -29,7 +29,9 @@ def tokenizer(exported_run: ExportedRun) -> PreTrainedTokenizerFast:
     return made
 
 
-def prepared(path: str, tokenizer: PreTrainedTokenizerFast, cache: str, **dataset: Any) -> Dataset:
+def load_with_axolotl(
+    path: str, tokenizer: PreTrainedTokenizerFast, cache: str, **dataset: Any
+) -> Dataset:
     """Load a file as Axolotl does."""
     kind = "json" if path.endswith(".jsonl") else "parquet"
     data = load_dataset(kind, data_files=path, split="train", cache_dir=cache)
@@ -49,7 +51,7 @@ def trained_texts(tokenizer: PreTrainedTokenizerFast, data: Dataset) -> list[str
 def test_messages_train_on_sampled_texts(
     exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, cache: str
 ) -> None:
-    data = prepared(
+    data = load_with_axolotl(
         exported_run.export("axolotl"), tokenizer, cache, message_field_training="training"
     )
     exported_run.check(trained_texts(tokenizer, data))
@@ -59,7 +61,7 @@ def test_messages_train_on_sampled_texts(
 def test_tokens_are_trained_unchanged(
     exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, cache: str
 ) -> None:
-    data = prepared(exported_run.export("axolotl-tokens"), tokenizer, cache)
+    data = load_with_axolotl(exported_run.export("axolotl-tokens"), tokenizer, cache)
     assert set(data.column_names) == {"input_ids", "attention_mask", "labels"}
     exported_run.check_tokens(
         (row["input_ids"], [label != -100 for label in row["labels"]]) for row in data
@@ -71,7 +73,7 @@ def test_hermes_turns_train_on_every_gpt_turn(
     exported_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, cache: str
 ) -> None:
     """From/value turns end before an assistant message that was not sampled."""
-    data = prepared(
+    data = load_with_axolotl(
         exported_run.export("sharegpt"),
         tokenizer,
         cache,
@@ -80,13 +82,13 @@ def test_hermes_turns_train_on_every_gpt_turn(
     )
     trained = trained_texts(tokenizer, data)
     turns = [turn for text in trained for turn in text.split("<|im_end|>")[:-1]]
-    assert Counter(map(tidy, turns)) == Counter(
-        tidy(text) for text in exported_run.texts_before_foreign_answers()
+    assert Counter(map(without_empty_reasoning, turns)) == Counter(
+        without_empty_reasoning(text) for text in exported_run.texts_before_foreign_answers()
     )
     assert not any(foreign in text for foreign in exported_run.other_texts() for text in trained)
 
 
-def tidy(text: str) -> str:
+def without_empty_reasoning(text: str) -> str:
     """Remove the end of a turn, and the empty reasoning that the format adds."""
     return text.removesuffix("<|im_end|>").removeprefix("<think>\n</think>\n").strip()
 
@@ -99,7 +101,7 @@ def test_openai_arguments_and_tools_are_decoded(
     cfg = DictDefault({"sequence_len": 8192, "train_on_inputs": False})
     strategy = load("chat_template", tokenizer, cfg, {"type": "chat_template"})
     lines = Path(exported_run.export("openai")).read_text(encoding="utf-8").splitlines()
-    sampled = {plain(text) for text in exported_run.sampled_texts()}
+    sampled = {normalize(text) for text in exported_run.sampled_texts()}
     read = 0
     for row in map(json.loads, lines):
         if any(m.get("weight") == 0 for m in row["messages"]) or "{never" in json.dumps(row):
@@ -108,13 +110,13 @@ def test_openai_arguments_and_tools_are_decoded(
         text = tokenizer.decode([i for i in out["labels"] if i != -100])
         turns = text.split("<|im_end|>")[:-1]
         assert len(turns) == sum(m["role"] == "assistant" for m in row["messages"])
-        assert {plain(turn) for turn in turns} <= sampled
+        assert {normalize(turn) for turn in turns} <= sampled
         assert not any(foreign in text for foreign in exported_run.other_texts())
         read += 1
     assert read in (2, 4)
 
 
-def plain(text: str) -> str:
+def normalize(text: str) -> str:
     """Remove reasoning, which the format does not have, and white space."""
     text = re.sub("<think>.*?</think>", "", text.removesuffix("<|im_end|>"), flags=re.DOTALL)
     return "".join(text.split())

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import fake_server, produce
+from conftest import fake_server, run_hermes_rl
 
 TASKS = 4
 MODELS = {"claude": "anthropic/claude-sonnet-4-5", "gpt": "openai/gpt-5-mini"}
@@ -126,7 +126,7 @@ def test_a_run_through_the_proxy_has_the_usage_of_the_provider(
     """Also if the proxy refuses a seed, as it does for Claude over Chat Completions."""
     before = len(proxy.served())
     where = ("--model", model, "--base-url", proxy.base_url, "--set", f"endpoint.api_mode={wire}")
-    produce(producer, tasks, tmp_path / "run", *where, *options)
+    run_hermes_rl(producer, tasks, tmp_path / "run", *where, *options)
     rows = pq.read_table(tmp_path / "run" / "trajectories").to_pylist()
     assert [row["reward"] for row in rows] == [1.0] * TASKS
     assert [row["usage"]["unknown_calls"] for row in rows] == [0] * TASKS

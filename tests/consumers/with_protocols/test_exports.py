@@ -119,11 +119,11 @@ def test_harbor_trains_on_sampled_texts(
         path.write_text(json.dumps(line), encoding="utf-8")
         for made in conversations_of(path, dict.fromkeys(names)):
             assert made["conversations"][-1]["role"] == "assistant"
-            trained[plain(made["conversations"][-1]["content"])] += 1
-    assert trained == Counter(plain(text) for text in exported_run.sampled_texts().elements())
+            trained[normalize(made["conversations"][-1]["content"])] += 1
+    assert trained == Counter(normalize(text) for text in exported_run.sampled_texts().elements())
 
 
-def plain(text: str) -> str:
+def normalize(text: str) -> str:
     """Remove white space, which formats add between the parts of an answer, and the end token."""
     return "".join(text.removesuffix("<|im_end|>").split())
 
@@ -145,7 +145,7 @@ def test_atropos_accepts_groups_and_returns_them_as_batches(exported_run: Export
     trained = []
     sampled = []
     for size in {len(group["tokens"]) for group in groups}:  # a batch has groups of one size
-        batch = through_atropos([g for g in groups if len(g["tokens"]) == size], size)
+        batch = exchange_with_atropos([g for g in groups if len(g["tokens"]) == size], size)
         for group in batch:
             for ids, masks, logprobs in zip(
                 group["tokens"], group["masks"], group["inference_logprobs"], strict=True
@@ -159,7 +159,7 @@ def test_atropos_accepts_groups_and_returns_them_as_batches(exported_run: Export
     assert sorted(sampled) == pytest.approx(sampled_logprobs(exported_run), abs=1e-5)
 
 
-def through_atropos(groups: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+def exchange_with_atropos(groups: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Post groups of one size to the server as an environment does, and return the batch."""
     trainer = {
         "wandb_group": "g",
@@ -193,11 +193,11 @@ def test_openai_types_accept_every_line(exported_run: ExportedRun) -> None:
             message.validate_python(form)
             assert weight in (None, 0)
             if form["role"] == "assistant" and weight is None:
-                trained.append(plain(sampled_text(form)))
+                trained.append(normalize(sampled_text(form)))
         for form in line["tools"]:
             tool.validate_python(form)
     assert Counter(trained) == Counter(
-        plain(text) for text in sampled_without_reasoning(exported_run)
+        normalize(text) for text in sampled_without_reasoning(exported_run)
     )
 
 

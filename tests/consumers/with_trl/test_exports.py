@@ -24,7 +24,7 @@ def load(path: str, cache: str) -> Dataset:
     return load_dataset("parquet", data_files=path, split="train", cache_dir=cache)
 
 
-def sft(run: ExportedRun, name: str, folder: Path, cache: str, **settings: Any) -> SFTTrainer:
+def train_sft(run: ExportedRun, name: str, folder: Path, cache: str, **settings: Any) -> SFTTrainer:
     tokenizer = byte_tokenizer(run.folder)
     trainer = SFTTrainer(
         model=tiny_model(len(tokenizer)),
@@ -44,7 +44,7 @@ def sft(run: ExportedRun, name: str, folder: Path, cache: str, **settings: Any) 
 
 @pytest.mark.reads("trl")
 def test_sft_trains_on_sampled_texts(exported_run: ExportedRun, tmp_path: Path, cache: str) -> None:
-    trainer = sft(exported_run, "trl", tmp_path, cache, assistant_only_loss=True)
+    trainer = train_sft(exported_run, "trl", tmp_path, cache, assistant_only_loss=True)
     tokenizer = trainer.processing_class
     exported_run.check(
         [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in trainer.train_dataset]
@@ -55,7 +55,7 @@ def test_sft_trains_on_sampled_texts(exported_run: ExportedRun, tmp_path: Path, 
 def test_sft_trains_on_the_exact_tokens(
     exported_run: ExportedRun, tmp_path: Path, cache: str
 ) -> None:
-    trainer = sft(exported_run, "trl-tokens", tmp_path, cache)
+    trainer = train_sft(exported_run, "trl-tokens", tmp_path, cache)
     exported_run.check_tokens(
         (row["input_ids"], [label != -100 for label in row["labels"]])
         for row in trainer.train_dataset

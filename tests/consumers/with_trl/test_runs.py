@@ -95,7 +95,7 @@ def test_sft_streams_the_files_and_trains_only_on_assistant_messages(
 def test_a_template_renders_every_value_once(template: str, parquet: list[str], cache: str) -> None:
     tokenizer = load_tokenizer(template)
     seen = 0
-    for row in fitting(rows(parquet, cache), template):
+    for row in renderable_rows(rows(parquet, cache), template):
         text = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
         seen += assert_all_values_occur(row["messages"], text)
     assert seen >= 30
@@ -107,16 +107,16 @@ def test_calls_are_parsed_back_from_rendered_text(
 ) -> None:
     tokenizer = add_response_schema(load_tokenizer(template))
     seen = 0
-    for row in fitting(rows(parquet, cache), template):
+    for row in renderable_rows(rows(parquet, cache), template):
         for place, message in enumerate(row["messages"]):
             if message.get("tool_calls"):
-                got = read_back(tokenizer, row["messages"][: place + 1], row["tools"])
+                got = parse_back(tokenizer, row["messages"][: place + 1], row["tools"])
                 assert comparable(got, template) == comparable(calls_of(message), template)
                 seen += 1
     assert seen >= 15
 
 
-def fitting(data: Dataset, template: str) -> list[dict[str, Any]]:
+def renderable_rows(data: Dataset, template: str) -> list[dict[str, Any]]:
     """The rows that a template can render: two of them allow only one call per turn."""
     most = 1 if template in ONE_CALL_A_TURN else 99
     return [row for row in data if all(len(calls_of(m)) <= most for m in row["messages"])]
@@ -131,7 +131,7 @@ def comparable(calls: list[Message], template: str) -> list[tuple[str, Message]]
     return [(c["name"], {k: trim(v) for k, v in c["arguments"].items()}) for c in calls]
 
 
-def read_back(tokenizer: Any, messages: list[Message], tools: list[Message]) -> list[Message]:
+def parse_back(tokenizer: Any, messages: list[Message], tools: list[Message]) -> list[Message]:
     """Parse the text of the last message with TRL's parser."""
     before = tokenizer.apply_chat_template(
         messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
