@@ -49,7 +49,6 @@ class Grading:
     """
 
     _sandbox: Sandbox
-    _image: str | None = None
     seconds: float = 0.0
     """Spent in grading sandboxes so far."""
     _written: dict[str, bytes] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class Grading:
             files=contents,
             timeout_s=timeout_s,
             score=True,
-            image=image or self._image,
+            image=image,
         )
         failures: list[str] = []
         for _ in range(BOXES):
