@@ -23,8 +23,8 @@ _NoModel = Annotated[
 _Tokenizer = Annotated[
     str | None,
     typer.Option(
-        help="folder with tokenizer.json, or a name on the hub; default: the run's tokenizer, else"
-        " four bytes per token"
+        help="folder with tokenizer.json, a name on the hub, or `bytes` (four are a token);"
+        " default: the run's tokenizer, else bytes"
     ),
 ]
 
@@ -78,7 +78,7 @@ def command(
             concurrency=concurrency,
         ),
         model=None if no_model else _model(model, options, of_run, run),
-        tokenizer=tokenizer or _tokenizer(of_run),
+        tokenizer=tokenizer or _tokenizer(of_run, run),
         dry_run=dry_run,
     )
     print(msgspec.json.encode(report).decode() if as_json else _text(report, no_model))
@@ -93,9 +93,21 @@ def _of_run(run: Path) -> dict[str, Any]:
     return load_config(path) if path.exists() else {}
 
 
-def _tokenizer(of_run: dict[str, Any]) -> str | None:
+def _tokenizer(of_run: dict[str, Any], run: str) -> str | None:
+    """The tokenizer of a run. Raises: UserError when it is not there any more."""
+    from hermes_rl.models.tokens import load_tokenizer
+
     found = of_run.get("endpoint", {}).get("tokenizer")
-    return None if found is None else str(found)
+    if found is None:
+        return None
+    try:
+        load_tokenizer(found)
+    except UserError as error:
+        raise UserError(
+            f"{run} was made with endpoint.tokenizer {found!r}: {error}. Name one with --tokenizer,"
+            " or --tokenizer bytes"
+        ) from error
+    return str(found)
 
 
 def _model(

@@ -62,6 +62,8 @@ TOO_LONG = 2.0
 """A summary longer than this many times its limit is not used."""
 SUMMARY_SECONDS = 300.0
 PAID = "summaries.jsonl"
+BYTES = "bytes"
+"""In the place of a tokenizer: four bytes are a token."""
 
 NOT_COPIED = ("captured_calls", "followed_calls", "forked_calls")
 """Metrics of token ids, which rows with other messages do not have."""
@@ -181,8 +183,8 @@ def compress_run(
         run: the run directory; it is only read.
         out: the run directory to write; default RUN-compressed.
         model: writes the summaries; None writes digests without a model.
-        tokenizer: a folder with tokenizer.json, or a name on the hub; None counts a token for four
-            bytes.
+        tokenizer: a folder with tokenizer.json, or a name on the hub; None and `bytes` count a
+            token for four bytes.
         dry_run: write nothing, call no model.
 
     Raises: UserError; StoreError when `out` was made with other options; DiskFull.
@@ -614,7 +616,7 @@ async def _link(model: ModelConfig | None, calls: int) -> AsyncIterator[Link | N
 
 def _counter(tokenizer: str | None) -> tuple[Count, str]:
     """What counts tokens, and its name for the identity of the output."""
-    if tokenizer is None:
+    if tokenizer in (None, BYTES):
         return _by_bytes, "four bytes per token"
     from hermes_rl.models.tokens import load_tokenizer
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,10 +28,18 @@ from hermes_rl.agent import (
     Replacement,
     Summariser,
     SummaryEngine,
+    load_engine,
     run_agent,
 )
 from hermes_rl.config import parse_config
-from hermes_rl.errors import ContextOverflow, HermesError, Interrupted
+from hermes_rl.errors import (
+    ENDINGS,
+    ContextOverflow,
+    HermesError,
+    Interrupted,
+    ModelError,
+    UserError,
+)
 from hermes_rl.events import ContextStarted, EventLog, MessageAdded
 from hermes_rl.export import Sample, samples_of
 from hermes_rl.messages import (
@@ -153,7 +162,7 @@ class Long:
         row = msgspec.to_builtins(self.row)
         row["messages"] = [json.loads(text) for text in row["messages"]]
         row["tools"] = json.loads(row["tools"])
-        return list(samples_of(row))
+        return list(samples_of(row, raw_arguments=True))
 
     def check(self) -> None:
         """Legal requests, a whole history, each answer once, exact accounting."""
@@ -176,12 +185,15 @@ class Long:
             if yes
         ]
         assert trained == by_policy
-        wholes = [prepare(conversation_from_openai(sample.messages)) for sample in samples]
+        stored = [conversation_from_openai(sample.messages) for sample in samples]
+        wholes = [[to_openai(m) for m in prepare(messages)] for messages in stored]
         for request in self.sent:
             if request.tools:  # what the model saw is the beginning of one context's sample
                 seen = [to_openai(m) for m in request.messages]
-                assert any(
-                    [to_openai(m) for m in whole[: len(seen)]] == seen for whole in wholes
+                assert any(whole[: len(seen)] == seen for whole in wholes) or any(
+                    [to_openai(m) for m in prepare(messages[:end])] == seen
+                    for messages in stored
+                    for end in range(len(messages) + 1)
                 ), seen[-3:]
 
     def _check_accounting(self) -> None:
@@ -415,6 +427,38 @@ def last_exchange(view: ContextView) -> NextContext:
     return NextContext([0, 1, *range(place, len(view.messages))], "mine")
 
 
+PLUGIN = """
+from hermes_rl.agent import NextContext
+from hermes_rl.messages import AssistantMessage
+
+class Plugin:
+    def threshold(self, window, max_tokens):
+        return window // 2
+
+    async def compress(self, view):
+        last = max(n for n, m in enumerate(view.messages) if isinstance(m, AssistantMessage))
+        return NextContext([0, 1, *range(last, len(view.messages))], "by a plugin")
+"""
+
+
+async def test_an_engine_of_another_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_plugin.py").write_text(PLUGIN)
+    metadata = tmp_path / "a_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: a-plugin\nVersion: 1.0\n")
+    entry = "[hermes_rl.context_engines]\nplugged = a_plugin:Plugin\nbroken = a_plugin:Absent\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(tmp_path)
+    long = Long(steps(100))
+    await long.run(ContextParts(engine=load_engine("plugged"), window=WINDOW))
+    assert set(long.reasons) == {"threshold, by a plugin"}
+    long.check()
+    with pytest.raises(UserError, match="context engine 'broken': AttributeError"):
+        load_engine("broken")
+
+
 BAD_ENGINES: dict[str, Callable[[ContextView], Any]] = {
     "raises": lambda view: 1 // 0,
     "hangs": lambda view: asyncio.sleep(60),
@@ -543,8 +587,22 @@ def test_only_runs_that_compress_have_it_in_their_identity() -> None:
         identity(preset="rl", context={"window": 9_000})
 
 
+ODD = {
+    "cut": {"text": "A part of it", "finish": "length"},
+    "empty": {"text": ""},
+    "thoughts": {"text": "", "reasoning": "Hm."},
+    "bad arguments": {"calls": [{"arguments": "{bad"}]},
+    "no such tool": {"calls": [{"name": "none"}]},
+    "lost": {"fault": "reset"},
+}
+"""Answers that are continued, requested again, or end the run."""
+
 step_forms = st.fixed_dictionaries(
-    {"size": st.sampled_from([0, 50, 400, 3_000, 12_000]), "calls": st.integers(0, 3)}
+    {
+        "size": st.sampled_from([0, 50, 400, 3_000, 12_000]),
+        "calls": st.integers(0, 3),
+        "odd": st.sampled_from([None, None, None, *ODD]),
+    }
 )
 
 
@@ -557,7 +615,7 @@ step_forms = st.fixed_dictionaries(
     exact=st.booleans(),
 )
 def test_any_conversation_stays_legal_whole_and_accounted(
-    forms: list[dict[str, int]],
+    forms: list[dict[str, Any]],
     summaries: list[Any],
     window: int,
     known: bool,
@@ -575,6 +633,9 @@ def test_any_conversation_stays_legal_whole_and_accounted(
         if turn >= len(forms):
             return "The end."
         form = forms[turn]
+        if form["odd"] is not None and not (exact and form["odd"] == "bad arguments"):
+            odd = ODD[form["odd"]]
+            return odd | {"calls": [c | {"id": f"odd{turn}"} for c in odd.get("calls", ())]}
         calls = [
             {"name": "work", "arguments": {"number": i, "size": form["size"]}, "id": f"c{turn}_{i}"}
             for i in range(form["calls"])
@@ -584,6 +645,7 @@ def test_any_conversation_stays_legal_whole_and_accounted(
     async def reply(messages: Sequence[Message]) -> Message | None:
         last = messages[-1]
         assert isinstance(last, AssistantMessage)
+        assert not any("[Summary of" in text_of(m) for m in messages)
         return None if last.content == "The end." else UserMessage(content="Continue.")
 
     def work(number: int, size: int = 0) -> str:
@@ -602,8 +664,8 @@ def test_any_conversation_stays_legal_whole_and_accounted(
                 tools={"work": tool},
                 reply=reply,
             )
-            assert result.end_reason in ("answered", "context_overflow")
-        except ContextOverflow:  # the first prompt does not fit, and nothing can be left out
+            assert result.end_reason in ENDINGS
+        except ModelError:  # lost answers; or the first prompt does not fit
             assert long.result is None
         long.check()
 
