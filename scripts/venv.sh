@@ -30,7 +30,7 @@ exec 9>".make/${folder##*/}.lock"
 if command -v flock >/dev/null; then flock 9; fi
 
 fingerprint() { # of everything that decides what the folder should hold
-    { pwd; echo "$editable $*"; cat "$1" pyproject.toml; } | sha256sum | cut -d' ' -f1
+    { pwd; echo "$editable $*"; cat "$1" pyproject.toml; cat hatch_build.py hermes_rl/sandboxes/zygote.c 2>/dev/null || true; } | sha256sum | cut -d' ' -f1
 }
 identify() { # the interpreter; of a virtual environment, the one that it was made with
     "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null || true

@@ -152,6 +152,7 @@ def sandboxes() -> list[Finding]:
 
     p = probe_machine()
     found = [Finding("sandboxes", "bubblewrap", p.works, f"{p.version} {p.message}".strip())]
+    found += [Finding("sandboxes", "launcher", None, _launcher(p.no_zygote))] if p.works else []
     if p.works:
         held = [name for name, possible in p.limits.items() if possible]
         absent = [name for name, possible in p.limits.items() if not possible]
@@ -218,6 +219,12 @@ def _engine(name: str) -> str:
         return f"{engine.version()} at {engine.path}"
     except SandboxStartError as error:
         return str(error)
+
+
+def _launcher(no_zygote: str) -> str:
+    if no_zygote:
+        return f"bubblewrap starts all sandboxes ({no_zygote})"
+    return "the zygote starts sandboxes without image and network, bubblewrap all others"
 
 
 def _workspace(no_disks: str) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         recipe,
         slots,
         watchdog,
+        zygote,
     )
     from hermes_rl.sandboxes.apptainer import Apptainer, ApptainerSandbox, find_program
     from hermes_rl.sandboxes.base import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
         SandboxSnapshot,
         SandboxSpec,
     )
-    from hermes_rl.sandboxes.box import filter_path
+    from hermes_rl.sandboxes.box import filter_path, launch
     from hermes_rl.sandboxes.bubblewrap import Bubblewrap, BubblewrapSandbox
     from hermes_rl.sandboxes.builds import ImageBuilds, build_options, missing_images
     from hermes_rl.sandboxes.conformance import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         tells_a_host_fault,
     )
     from hermes_rl.sandboxes.containers import Containers, ContainerSandbox
+    from hermes_rl.sandboxes.disks import Storage
     from hermes_rl.sandboxes.egress import Bounds, EgressProxy, open_egress
     from hermes_rl.sandboxes.engine import ENGINES, Engine
     from hermes_rl.sandboxes.files import Beneath, Look
@@ -74,9 +76,9 @@ if TYPE_CHECKING:
     from hermes_rl.sandboxes.slots import (
         Held,
         Home,
-        Storage,
         Worker,
         default_state_dir,
+        first_slot,
         lock,
         reap,
         workers,

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,13 +30,14 @@ from typing import TypeVar
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxStartError, TaskFault, UserError
-from hermes_rl.sandboxes import grading, limits, processes, recipe
+from hermes_rl.sandboxes import grading, limits, processes, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
-from hermes_rl.sandboxes.files import libc
+from hermes_rl.sandboxes.disks import Storage
+from hermes_rl.sandboxes.files import Beneath, libc
 from hermes_rl.sandboxes.forks import Fork
 from hermes_rl.sandboxes.grading import Unpackable
 from hermes_rl.sandboxes.image_changes import Upper, relied_on, replaced
-from hermes_rl.sandboxes.slots import Storage, has_slots, is_host_root
+from hermes_rl.sandboxes.slots import has_slots, is_host_root
 
 HOST_FOLDER_HOME = "/tmp"
 """Home of sessions in a host folder: what programs keep in HOME is no part of your files."""
@@ -113,6 +115,8 @@ class Lease:
     """Who owns the files of the image, where they are shown as the sandbox's."""
     fork: Fork = field(default_factory=Fork)
     """What it shares with others that start from the same snapshot."""
+    small: Path | None = None
+    """Its folder in memory, where there is one."""
 
     @property
     def uid(self) -> int | None:
@@ -124,9 +128,24 @@ class Lease:
         return self.slot
 
     @property
+    def name(self) -> str:
+        """OWNER.N"""
+        return self.box.name
+
+    @property
     def tag(self) -> str:
         """How the reaper knows its processes: OWNER.N:LEASE."""
-        return f"{self.box.name}:{self.spec.lease}"
+        return f"{self.name}:{self.spec.lease}"
+
+    def supervise(self, most: SandboxLimits | None) -> list[str]:
+        """The command line of process 1 (see `recipe.command`)."""
+        script = f"{recipe.CONTROL}/{recipe.SUPERVISOR}"
+        return recipe.command(script, most, recipe.CONTROL, recipe.STATE, self.tag)
+
+    @property
+    def control(self) -> Path:
+        """The control directory."""
+        return (self.small or self.box) / "ctl"
 
     @property
     def workspace(self) -> Path:
@@ -151,17 +170,29 @@ class Lease:
     @property
     def intact(self) -> bool:
         """Whether its folders are there: nobody but the host can remove them."""
-        return self.workspace.is_dir() and self.box.is_dir()
+        return self.workspace.is_dir() and self.box.is_dir() and self.control.is_dir()
 
     def admit_user(self) -> None:
         """Open the box to the sandbox's user, and to nobody else but us."""
-        if self.uid is not None:
-            os.chown(self.box, -1, self.uid)
-            self.box.chmod(0o710)
+        if self.uid is None:
+            return
+        for folder in {self.box, self.small or self.box}:
+            os.chown(folder, -1, self.uid)
+            folder.chmod(0o710)
 
     def make_readable(self, name: str) -> Path:
         """A folder in the box that the sandbox may read; what is made in it has its group."""
-        path = self.box / name
+        return self._open_to_read(self.box / name)
+
+    def make_control(self, supervisor: Path) -> None:
+        """Make the control directory, with the text of the supervisor. Raises: OSError."""
+        self._open_to_read(self.control)
+        try:
+            os.link(supervisor, self.control / supervisor.name)
+        except OSError:  # on another file system
+            shutil.copy(supervisor, self.control / supervisor.name)
+
+    def _open_to_read(self, path: Path) -> Path:
         path.mkdir(mode=0o700)
         if self.uid is not None:
             os.chown(path, -1, self.uid)
@@ -173,31 +204,25 @@ class Lease:
         return self.storage.make(name, self.uid)
 
 
-class Outer:
-    """A started bubblewrap: the tree of its sandbox (see `processes.Tree`)."""
+class Inside:
+    """What runs in a started sandbox, seen from outside: the tree of its processes (see
+    `processes.Tree`)."""
 
-    def __init__(self, process: subprocess.Popen[bytes], info: int) -> None:
-        self.process = process
+    def __init__(self) -> None:
         self.init = 0
-        """The host's id of process 1 of the sandbox; 0 before `attach`."""
-        self._info = info
+        """The host's id of process 1 of the sandbox; 0 before it is known."""
         self._pidfd = -1
         self._proc: processes.Proc | None = None
         self._supervisor = 0
 
-    def attach(self) -> None:
-        """Find the inside, once it stands. Idempotent. Raises: OSError or ValueError."""
-        if self.init:
-            return
-        with open(self._info, "rb") as file:
-            self._info = -1
-            init = int(json.loads(file.read())["child-pid"])
-        self._pidfd = os.pidfd_open(init)
+    @property
+    def host_pid(self) -> int:
+        """The process with which the sandbox ends: what an operator, or a test, may kill."""
+        raise NotImplementedError
+
+    def _found(self, init: int, pidfd: int) -> None:
+        self._pidfd = pidfd
         self.init, self._proc = init, processes.find(init)
-        # The kernel ends what the supervisor starts first when the machine is short of memory. A
-        # sandbox cannot ask for it itself: its /proc is read-only.
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{self.supervisor()}/oom_score_adj").write_text("1000")
 
     def supervisor(self) -> int:
         """Process 1's first child."""
@@ -220,6 +245,57 @@ class Outer:
     def end_process(self, inside: int) -> None:
         """See `processes.Tree`."""
         processes.end_inside(self.init, inside)
+
+    async def end(self) -> int:
+        """End all that runs in it. Its code, as `ended` has it."""
+        raise NotImplementedError
+
+    async def ended(self) -> int:
+        """Wait until all that ran in it is gone. Its code, negative after a signal from outside."""
+        raise NotImplementedError
+
+    def _end_init(self) -> bool:
+        """SIGKILL process 1. False when it is not there any more."""
+        if self._pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close our descriptors. Idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._pidfd = -1
+
+
+class Outer(Inside):
+    """A started bubblewrap."""
+
+    def __init__(self, process: subprocess.Popen[bytes], info: int) -> None:
+        super().__init__()
+        self.process = process
+        self._info = info
+
+    @property
+    def host_pid(self) -> int:
+        """See `Inside`."""
+        return self.process.pid
+
+    def attach(self) -> None:
+        """Find the inside, once it stands. Idempotent. Raises: OSError or ValueError."""
+        if self.init:
+            return
+        with open(self._info, "rb") as file:
+            self._info = -1
+            init = int(json.loads(file.read())["child-pid"])
+        self._found(init, os.pidfd_open(init))
+        # The kernel ends what the supervisor starts first when the machine is short of memory. A
+        # sandbox cannot ask for it itself: its /proc is read-only.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self.supervisor()}/oom_score_adj").write_text("1000")
 
     async def end(self) -> int:
         """End all that runs in it. Its code, as `ended` has it.
@@ -250,18 +326,8 @@ class Outer:
             processes.end_tree(proc)
         root.signal(signal.SIGCONT if has_child else signal.SIGKILL)
 
-    def _end_init(self) -> bool:
-        """SIGKILL process 1. False when it is not there any more."""
-        if self._pidfd < 0:
-            return False
-        try:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
-
     async def ended(self) -> int:
-        """Wait until it and all that ran in it are gone. Its code, negative after a signal."""
+        """See `Inside`: until bubblewrap is gone, too."""
         code = await exited(self.process)
         if self._end_init():
             await gone(self._pidfd)
@@ -269,10 +335,10 @@ class Outer:
 
     def close(self) -> None:
         """Close our descriptors. Idempotent."""
-        for fd in (self._info, self._pidfd):
-            if fd >= 0:
-                os.close(fd)
-        self._info = self._pidfd = -1
+        if self._info >= 0:
+            os.close(self._info)
+        self._info = -1
+        super().close()
 
 
 def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) -> Outer:
@@ -307,6 +373,27 @@ def launch(binary: str, box: recipe.Box, uid: int | None, stdio: socket.socket) 
     return Outer(process, info)
 
 
+def make_groups(
+    held: list[str], name: str, most: SandboxLimits, groups: limits.Cgroups
+) -> list[str]:
+    """Make the control groups of a sandbox, unless it has them. Blocks. Returns each once.
+
+    Args:
+        held: takes the paths of its groups, to be removed with the sandbox.
+        name: OWNER.N, or what begins so.
+        most: memory and CPU time of the whole sandbox.
+    """
+    if groups.base and not held:
+        try:
+            held.append(groups.make(name, most.memory_bytes))
+        except OSError:
+            return []  # then the limit is not in force, and `info.limits` does not list it
+        if most.cpus is not None:
+            with contextlib.suppress(OSError):  # nor this one
+                held.append(groups.bound_cpus(name, most.cpus))
+    return [*dict.fromkeys(held)]
+
+
 async def confined(
     held: list[str], name: str, most: SandboxLimits, groups: limits.Cgroups, outer: Outer
 ) -> None:
@@ -314,23 +401,12 @@ async def confined(
     group. Raises: OSError or ValueError.
 
     Beside the loop: the kernel takes milliseconds to move a process. A cancelled caller waits for
-    its end, so that the group is known to whoever removes it.
-
-    Args:
-        held: takes the paths of its groups, to be removed with the sandbox.
-        name: OWNER.N, or what begins so.
-        most: memory and CPU time of the whole sandbox.
+    its end, so that the group is known to whoever removes it. The arguments are those of
+    `make_groups`.
     """
 
     def confine() -> None:
-        try:
-            held.append(groups.make(name, most.memory_bytes))
-        except OSError:
-            return  # then the limit is not in force, and `info.limits` does not list it
-        if most.cpus is not None:
-            with contextlib.suppress(OSError):  # nor this one
-                held.append(groups.bound_cpus(name, most.cpus))
-        for path in dict.fromkeys(held):
+        for path in make_groups(held, name, most, groups):
             for pid in (outer.init, outer.supervisor()):
                 limits.add(path, pid)
 
@@ -502,3 +578,77 @@ def verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Stor
         layer = storage.layer(f"mount{number}", lease.uid)
         arguments += ["--overlay-src", str(shown), *layer.arguments(), place]
     return arguments
+
+
+_TEMPORARY = (*limits.TEMPORARY, grading.HOME.lstrip("/"))
+
+
+class GradingSandbox:
+    """What one holds on the host.
+
+    Args:
+        lease: of the sandbox whose workspace is graded.
+        name: of its folder in the lease's folder.
+        groups: where its control group is made.
+        storage: what is written in it; entered by whoever starts the sandbox.
+    """
+
+    def __init__(self, lease: Lease, name: str, groups: limits.Cgroups, storage: Storage) -> None:
+        self.lease = lease
+        self.name = name
+        self.storage = storage
+        self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why its verifier must end, once it must."""
+        self._groups = groups
+        self._cgroup: list[str] = []
+        self._init = 0
+        self._bytes = 0
+
+    @property
+    def folder(self) -> Path:
+        """Everything of it that is on the disk."""
+        return self.lease.box / self.name
+
+    async def stand(self, outer: Outer) -> None:
+        """Bound its memory and CPU time, now that it stands. Raises: SandboxStartError."""
+        name, most = f"{self.lease.name}.{self.name}", self.lease.spec.limits
+        try:
+            await confined(self._cgroup, name, most, self._groups, outer)
+        except (OSError, ValueError) as error:
+            raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
+        self._init = outer.init
+
+    def due(self) -> bool:
+        """Time for a look: its verifier runs."""
+        return self._init > 0 and not self.stop.done()
+
+    async def check(self) -> None:
+        """Hold it against its limits. Raises: OSError, as without a descriptor to look with."""
+        storage = self.storage
+        paths = [storage.folder / name for name in ("ws", "layer/up", "root/up")]
+        folders = [
+            Beneath(path, self.lease.uid) for path in map(storage.seen, paths) if path.is_dir()
+        ]
+        usage = await asyncio.to_thread(limits.measure, storage, folders, self._init, _TEMPORARY)
+        self._bytes = usage.bytes
+        if (excess := usage.excess(storage.limits)) is not None:
+            self._end(excess)
+
+    def held(self) -> int:
+        """Bytes that it has on the disk while something may write more of them."""
+        return max(self._bytes, self.storage.held()) if self.due() else 0
+
+    async def relieve(self, why: str) -> None:
+        """End its verifier, the one that holds most of the machine's disk, before that is full."""
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        if self.due():
+            self.stop.set_result(why)
+
+    def remove(self) -> None:
+        """Remove all of it. Blocks."""
+        for path in self._cgroup:
+            watchdog.remove_cgroup(path)
+        self.storage.close()
+        watchdog.remove_tree(self.folder)

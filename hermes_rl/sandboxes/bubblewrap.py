@@ -25,7 +25,7 @@ from hermes_rl.errors import (
     SandboxStartError,
     SnapshotLost,
 )
-from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog
+from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog, zygote
 from hermes_rl.sandboxes.base import (
     GradingResult,
     GradingSpec,
@@ -35,20 +35,25 @@ from hermes_rl.sandboxes.base import (
 )
 from hermes_rl.sandboxes.box import (
     HOST_FOLDER_HOME,
+    GradingSandbox,
+    Inside,
     Lease,
     Outer,
     Spawner,
     confined,
     host_folder,
     launch,
+    make_groups,
     verifier_mounts,
 )
+from hermes_rl.sandboxes.disks import Disks, Storage, detach, find_disks
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.forks import Bases, mount_as
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.images import OVERLAY_OPTIONS
-from hermes_rl.sandboxes.limits import TEMPORARY, Usage, measure
+from hermes_rl.sandboxes.limits import Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
+from hermes_rl.sandboxes.recycling import Recycled
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     abandon,
@@ -60,8 +65,9 @@ from hermes_rl.sandboxes.session import (
     variables_of,
 )
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Disks, Home, Slots, Storage, detach, find_disks, has_slots
+from hermes_rl.sandboxes.slots import Home, Slots, has_slots
 from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
+from hermes_rl.sandboxes.zygote import Zygote, Zygotes
 
 if TYPE_CHECKING:
     from hermes_rl.sandboxes.egress import EgressProxy
@@ -113,6 +119,8 @@ class Bubblewrap:
         self._disks: Disks | None = None
         self._bases: Bases | None = None
         """Snapshots that sandboxes share, where the machine can."""
+        self._recycled = Recycled()
+        self._zygotes: Zygotes | None = None
 
     async def _open(self) -> Home:
         """Once: clean up after others that are gone, then make what all sandboxes share."""
@@ -139,15 +147,22 @@ class Bubblewrap:
             self._disks = made if isinstance(made, Disks) else None
             if self._disks is not None and self._overlay:
                 self._bases = Bases(home, self._spawner.call, self._disks)
-            (self._shared / "supervisor").write_text(supervisor_text())
-            (self._shared / "supervisor").chmod(0o644)
             # Hundreds of links, which a disk may take a second for.
             memory = home.memory_folder(self._shared)
             memory.chmod(self._shared.stat().st_mode)
+            self._supervisor = memory / recipe.SUPERVISOR
+            self._supervisor.write_text(supervisor_text())
+            self._supervisor.chmod(0o644)
             self._etc = {
                 network: recipe.make_etc(memory / name, network)
                 for network, name in ((False, "etc"), (True, "etc-network"))
             }
+            operations = zygote.setup(self._etc[False], home.boxes, memory.parent)
+            uid = self._slots.take() if self._slots is not None else None
+            self._zygotes = Zygotes(
+                self._spawner,
+                lambda: zygote.spawn(f"{home.owner}.0:zygote", uid, operations, self._cgroups),
+            )
         except BaseException:
             home.close()
             raise
@@ -167,32 +182,52 @@ class Bubblewrap:
             raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
 
     async def _lease(self, home: Home, spec: SandboxSpec, image: recipe.Root) -> BubblewrapSandbox:
-        host = host_folder(self._workspace, home.root) if self._workspace is not None else None
         layers = recipe.Layers(self._etc[spec.network is True], image)
-        folder = home.new_box()
-        slot = self._slots.take() if self._slots is not None and host is None else None
-        storage = Storage(folder, self._disks if host is None else None, spec.limits)
-        lease = Lease(spec, folder, storage, slot, layers, host=host)
+        simple = not (self._workspace or image.lower or spec.snapshot)
+        lease = self._recycled.take(spec, layers) if simple else None
+        known = lease is not None
+        if lease is None:
+            lease = self._new_lease(home, spec, layers)
         try:
-            if slot is not None and (owner := recipe.image_owner(image.lower)) is not None:
-                lease = await self._own_image(lease, owner)
-            lease.admit_user()
-            await self._mounting(partial(self._enter, lease))
-            if image.lower:
-                upper = storage.layer("layer", lease.uid)
-                lease = replace(lease, layers=replace(lease.layers, upper=upper))
-            if spec.snapshot is not None:
-                await self._put_back(lease, spec.snapshot)
-            outer, shell, egress = await self._start(lease)
+            if not known:
+                lease = await self._furnish(lease)
+            inside, shell, egress = await self._start(lease)
         except BaseException:
             await asyncio.shield(self.give_back(lease))
             raise
-        sandbox = BubblewrapSandbox(self, lease, outer, shell)
+        sandbox = BubblewrapSandbox(self, lease, inside, shell)
         sandbox.egress = egress
         self._live.add(sandbox)
         if spec.snapshot is not None:
             await restored(sandbox, spec.snapshot)
         return sandbox
+
+    def _new_lease(self, home: Home, spec: SandboxSpec, layers: recipe.Layers) -> Lease:
+        host = host_folder(self._workspace, home.root) if self._workspace is not None else None
+        folder = home.new_box()
+        memory = home.memory_folder(folder)
+        slot = self._slots.take() if self._slots is not None and host is None else None
+        storage = Storage(folder, self._disks if host is None else None, spec.limits)
+        small = memory if memory != folder else None
+        return Lease(spec, folder, storage, slot, layers, host=host, small=small)
+
+    async def _furnish(self, lease: Lease) -> Lease:
+        """Make the folders of a new lease. Raises: OSError; SnapshotLost."""
+        image, snapshot = lease.layers.image, lease.spec.snapshot
+        if lease.slot is not None and (owner := recipe.image_owner(image.lower)) is not None:
+            lease = await self._own_image(lease, owner)
+        lease.admit_user()
+        await self._mounting(partial(self._enter, lease))
+        if image.lower:
+            upper = lease.storage.layer("layer", lease.uid)
+            lease = replace(lease, layers=replace(lease.layers, upper=upper))
+        if snapshot is not None:
+            await self._put_back(lease, snapshot)
+        elif lease.host is None:
+            lease.make("ws")
+            self._recycled.note(lease)
+        lease.make_control(self._supervisor)
+        return lease
 
     async def _own_image(self, lease: Lease, owner: int) -> Lease:
         """Have the files of an image belong to the sandbox: by a mount that shows them so, where
@@ -233,44 +268,71 @@ class Bubblewrap:
         except OSError as error:
             raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
 
-    async def _start(self, lease: Lease) -> tuple[Outer, Shell, EgressProxy | None]:
-        spec, egress = lease.spec, None
-        if lease.host is None and spec.snapshot is None:
-            lease.make("ws")
-        control = lease.make_readable("ctl")
-        os.link(self._shared / "supervisor", control / "supervisor")
-        own_home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
-        image = lease.layers.image
-        variables = recipe.environment(own_home, variables_of(spec), image)
+    async def _start(self, lease: Lease) -> tuple[Inside, Shell, EgressProxy | None]:
+        self._write_environment(lease)
+        simple = recipe.Layers(self._etc[False]) == lease.layers and lease.spec.network is False
+        starter = None
+        if simple and lease.host is None and lease.fork.base is None and self._zygotes is not None:
+            starter = await self._zygotes.ready()
+        egress: EgressProxy | None = None
+
+        async def launch(stdio: socket.socket) -> Inside:
+            if starter is not None:
+                return await self._clone(starter, lease, stdio)
+            return await self._launch(self._session_box(lease), lease.uid, stdio)
+
+        async def settle(inside: Inside) -> None:
+            nonlocal egress
+            if isinstance(inside, Outer):
+                name, groups = lease.name, self._cgroups
+                await confined(lease.cgroup, name, lease.spec.limits, groups, inside)
+            if not lease.storage.left:
+                await self._mounting(lambda: _leave(lease))
+            egress = await open_way_out(lease.spec, inside.init, lease.uid)
+
+        if starter is None and lease.storage.left:
+            await self._mounting(partial(self._enter, lease))
+        paths = ShellPaths(lease.control, recipe.CONTROL, recipe.STATE)
+        inside, shell = await start_shell(paths, launch, probe.explain, settle)
+        return inside, shell, egress
+
+    def _write_environment(self, lease: Lease) -> None:
+        spec, image = lease.spec, lease.layers.image
+        home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
+        variables = recipe.environment(home, variables_of(spec), image)
         start = environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
         if image.workspace and spec.snapshot is None:
             start = f"cp -a {recipe.IMAGE_WORKSPACE}/. {recipe.WORKSPACE}/\n{start}"
-        (control / "env").write_text(start)
-        (control / "env").chmod(0o644)
-        supervisor = f"{recipe.CONTROL}/supervisor"
-        arguments = (recipe.CONTROL, recipe.STATE, lease.tag)
-        box = recipe.Box(
+        (lease.control / "env").write_text(start)
+        (lease.control / "env").chmod(0o644)
+
+    def _session_box(self, lease: Lease) -> recipe.Box:
+        spec = lease.spec
+        return recipe.Box(
             layers=lease.layers,
-            control=control,
+            control=lease.control,
             limits=spec.limits,
             network=spec.network is True,
             workspace=lease.bound,
-            command=recipe.command(supervisor, spec.limits, *arguments),
+            command=lease.supervise(spec.limits),
         )
 
-        async def launch(stdio: socket.socket) -> Outer:
-            return await self._launch(box, lease.uid, stdio)
-
-        async def settle(outer: Outer) -> None:
-            name, groups = lease.box.name, self._cgroups
-            await confined(lease.cgroup, name, spec.limits, groups, outer)
-            await self._mounting(lambda: _leave(lease))
-            nonlocal egress
-            egress = await open_way_out(spec, outer.init, lease.uid)
-
-        paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        outer, shell = await start_shell(paths, launch, probe.explain, settle)
-        return outer, shell, egress
+    async def _clone(self, starter: Zygote, lease: Lease, stdio: socket.socket) -> Inside:
+        """Have a zygote start a plain sandbox. Raises: SandboxStartError; OSError."""
+        mount = lease.storage.mount_of("ws")
+        if mount is None and lease.storage.sized:
+            mount = await self._spawner.call(lambda: lease.storage.mount_attached("ws"))
+        opened = [mount] if mount is not None else []
+        groups: list[int] = []
+        with stdio:
+            try:
+                for path in make_groups(lease.cgroup, lease.name, lease.spec.limits, self._cgroups):
+                    groups.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+                request = zygote.session(lease, lease.supervise(None), mount)
+                return await starter.start(replace(request, stdio=stdio.fileno(), cgroups=groups))
+            finally:
+                for fd in (*opened, *groups):
+                    os.close(fd)
 
     async def _mounting(self, work: Callable[[], None]) -> None:
         """Enter or leave rooms, which only the spawner's thread can, and only with disks needs."""
@@ -319,7 +381,7 @@ class Bubblewrap:
         storage = Storage(
             lease.box / name, self._disks, asked if self._overlay else asked.doubled()
         )
-        box = GradingSandbox(lease, name, self._cgroups, storage)
+        graded = GradingSandbox(lease, name, self._cgroups, storage)
 
         def enter() -> None:
             self._enter(lease)
@@ -334,23 +396,23 @@ class Bubblewrap:
         async def launch(stdio: socket.socket) -> Outer:
             return await self._launch(stage, lease.uid, stdio)
 
-        self._grading.add(box)
+        self._grading.add(graded)
         try:
-            box.folder.mkdir()
-            box.folder.chmod(0o711)  # in the lease's box, which is closed to others
+            graded.folder.mkdir()
+            graded.folder.chmod(0o711)  # in the lease's folder, which is closed to others
             await self._mounting(enter)
             stage = await pack_in_thread(
-                lease.workspace, lambda packing: self._stage(lease, spec, box, packing)
+                lease.workspace, lambda packing: self._stage(lease, spec, graded, packing)
             )
-            return await grading.judge(spec, stage.control, launch, box.stand, box.stop)
+            return await grading.judge(spec, stage.control, launch, graded.stand, graded.stop)
         except Unpackable as error:
             return grading.refused(error)
         except OSError as error:
             raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
         finally:
-            self._grading.discard(box)
+            self._grading.discard(graded)
             await asyncio.shield(self._mounting(leave))
-            await asyncio.shield(asyncio.to_thread(box.remove))
+            await asyncio.shield(asyncio.to_thread(graded.remove))
 
     def _stage(
         self, lease: Lease, spec: GradingSpec, graded: GradingSandbox, packing: Packing
@@ -405,19 +467,19 @@ class Bubblewrap:
         reserve, look = limits.Reserve(home.boxes), clock() + WATCH_S
         while True:
             await asyncio.sleep(DISK_S)
-            boxes: list[BubblewrapSandbox | GradingSandbox] = [*self._live, *self._grading]
+            sandboxes: list[BubblewrapSandbox | GradingSandbox] = [*self._live, *self._grading]
             try:
                 due = reserve.fell() or clock() >= look
-                left = reserve.short(lambda: sum(box.held() for box in boxes))  # noqa: B023
+                left = reserve.short(lambda: sum(sandbox.held() for sandbox in sandboxes))  # noqa: B023
             except (OSError, ValueError):  # a sandbox that closes just now, or the disk is gone
                 continue
             if due or left is not None:
                 look = clock() + WATCH_S
-                for box in boxes:
-                    if left is not None or box.due():
-                        await _try(box.check())
-            if left is not None and boxes:
-                await _try(_relieve(boxes, left))
+                for sandbox in sandboxes:
+                    if left is not None or sandbox.due():
+                        await _try(sandbox.check())
+            if left is not None and sandboxes:
+                await _try(_relieve(sandboxes, left))
 
     async def give_back(self, lease: Lease, sandbox: BubblewrapSandbox | None = None) -> None:
         """Remove a lease's folders and group, free its slot."""
@@ -426,15 +488,25 @@ class Bubblewrap:
         if lease.fork.base is not None:
             lease.fork.close()
             await lease.fork.base.give_back()
+        usable = sandbox is not None and not any(map(limits.out_of_memory, lease.cgroup))
+        if not (usable and self._home is not None and await self._recycled.keep(lease)):
+            await self._remove(lease)
+        if sandbox is not None:
+            self._live.discard(sandbox)
+
+    async def _remove(self, lease: Lease) -> None:
+        self._recycled.forget(lease)
         await asyncio.to_thread(_remove, lease)
         if lease.slot is not None and self._slots is not None:
             self._slots.give_back(lease.slot)
-        if sandbox is not None:
-            self._live.discard(sandbox)
 
     async def aclose(self) -> None:
         """End all sandboxes of this process."""
         await asyncio.gather(*(sandbox.aclose() for sandbox in self._live))
+        for lease in self._recycled.drain():
+            await self._remove(lease)
+        if self._zygotes is not None:
+            await asyncio.to_thread(self._zygotes.close)
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
@@ -458,9 +530,9 @@ async def _try(look: Awaitable[None]) -> None:
         _log.warning("cannot look at a sandbox: %s", error)
 
 
-async def _relieve(boxes: Sequence[BubblewrapSandbox | GradingSandbox], left: int) -> None:
+async def _relieve(sandboxes: Sequence[BubblewrapSandbox | GradingSandbox], left: int) -> None:
     """End the largest, if it holds enough to be worth it."""
-    largest = max(boxes, key=lambda box: box.held())
+    largest = max(sandboxes, key=lambda sandbox: sandbox.held())
     if (held := largest.held()) >= limits.STEP_BYTES:
         _log.warning("%d MiB left on the disk: ending the largest sandbox", left >> 20)
         mebibytes = held >> 20
@@ -483,6 +555,8 @@ def _remove(lease: Lease) -> None:
         watchdog.remove_cgroup(path)
     lease.storage.close()
     watchdog.remove_tree(lease.box)
+    if lease.small is not None:
+        watchdog.remove_tree(lease.small)
 
 
 GONE_S = 5.0
@@ -495,9 +569,9 @@ _VANISHED = "the folders of the sandbox vanished"
 class BubblewrapSandbox(FolderSandbox):
     """See `base.Sandbox`."""
 
-    _tree: Outer
+    _tree: Inside
 
-    def __init__(self, backend: Bubblewrap, lease: Lease, outer: Outer, shell: Shell) -> None:
+    def __init__(self, backend: Bubblewrap, lease: Lease, outer: Inside, shell: Shell) -> None:
         image = lease.spec.image
         info = SandboxInfo(backend.name, image, backend.limits_in_force(lease))
         files = Beneath(lease.workspace, lease.uid)
@@ -512,8 +586,8 @@ class BubblewrapSandbox(FolderSandbox):
 
     @property
     def host_pid(self) -> int:
-        """The outer bubblewrap's process id: what an operator, or a test, may kill."""
-        return self._tree.process.pid
+        """See `Inside.host_pid`."""
+        return self._tree.host_pid
 
     def due(self) -> bool:
         """Time for a look, seen from outside: a command runs, or the last look is long ago."""
@@ -535,6 +609,9 @@ class BubblewrapSandbox(FolderSandbox):
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and self._out_of_memory():
             await self._end(SandboxKilled("the sandbox ran out of memory"))
+            self._raise_if_dead()
+        if not os.path.isdir(self._lease.box):
+            await self._end(SandboxDied(_VANISHED))
             self._raise_if_dead()
         if asyncio.get_running_loop().time() - self._looked >= self._slack:
             await self.check()
@@ -585,8 +662,9 @@ class BubblewrapSandbox(FolderSandbox):
         await self._end(SandboxKilled(why))
 
     async def _classify(self, lost: ShellLost) -> SandboxError:
-        """The outer bubblewrap is out of the agent's reach: a signal to it is the host's doing.
-        While it runs, or when it has ended by itself, the agent did it."""
+        """The outer bubblewrap, or process 1 of a zygote's sandbox, is out of the agent's reach: a
+        signal to it is the host's doing. While it runs, or when it has ended by itself, the agent
+        did it."""
         if lost.vanished:  # it is read-only in the sandbox
             error: SandboxError = SandboxDied(_VANISHED)
             await self._end(error)
@@ -598,9 +676,10 @@ class BubblewrapSandbox(FolderSandbox):
             error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
             await self._end(error)
             return error
-        if code < 0:
-            return SandboxDied(f"bubblewrap was ended by signal {-code} from outside")
-        if not self._lease.intact or not self._shell.paths.control.is_dir():
+        in_group = isinstance(self._tree, zygote.Clone)  # where the kernel may end it for memory
+        if code < 0 and not (in_group and self._out_of_memory()):
+            return SandboxDied(f"the sandbox was ended by signal {-code} from outside")
+        if not self._lease.intact:
             return SandboxDied(_VANISHED)
         if self._out_of_memory():
             return SandboxKilled("the sandbox ran out of memory")
@@ -613,77 +692,3 @@ class BubblewrapSandbox(FolderSandbox):
 
     async def _give_back(self) -> None:
         await self._backend.give_back(self._lease, self)
-
-
-_TEMPORARY = (*TEMPORARY, grading.HOME.lstrip("/"))
-
-
-class GradingSandbox:
-    """What one holds on the host.
-
-    Args:
-        lease: of the sandbox whose workspace is graded.
-        name: of its folder in the lease's box.
-        groups: where its control group is made.
-        storage: what is written in it; entered by whoever starts the box.
-    """
-
-    def __init__(self, lease: Lease, name: str, groups: limits.Cgroups, storage: Storage) -> None:
-        self.lease = lease
-        self.name = name
-        self.storage = storage
-        self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why its verifier must end, once it must."""
-        self._groups = groups
-        self._cgroup: list[str] = []
-        self._init = 0
-        self._bytes = 0
-
-    @property
-    def folder(self) -> Path:
-        """Everything of it that is on the disk."""
-        return self.lease.box / self.name
-
-    async def stand(self, outer: Outer) -> None:
-        """Bound its memory and CPU time, now that it stands. Raises: SandboxStartError."""
-        name, most = f"{self.lease.box.name}.{self.name}", self.lease.spec.limits
-        try:
-            await confined(self._cgroup, name, most, self._groups, outer)
-        except (OSError, ValueError) as error:
-            raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
-        self._init = outer.init
-
-    def due(self) -> bool:
-        """Time for a look: its verifier runs."""
-        return self._init > 0 and not self.stop.done()
-
-    async def check(self) -> None:
-        """Hold it against its limits. Raises: OSError, as without a descriptor to look with."""
-        storage = self.storage
-        paths = [storage.folder / name for name in ("ws", "layer/up", "root/up")]
-        folders = [
-            Beneath(path, self.lease.uid) for path in map(storage.seen, paths) if path.is_dir()
-        ]
-        usage = await asyncio.to_thread(measure, storage, folders, self._init, _TEMPORARY)
-        self._bytes = usage.bytes
-        if (excess := usage.excess(storage.limits)) is not None:
-            self._end(excess)
-
-    def held(self) -> int:
-        """Bytes that it has on the disk while something may write more of them."""
-        return max(self._bytes, self.storage.held()) if self.due() else 0
-
-    async def relieve(self, why: str) -> None:
-        """End its verifier, the one that holds most of the machine's disk, before that is full."""
-        self._end(why)
-
-    def _end(self, why: str) -> None:
-        if self.due():
-            self.stop.set_result(why)
-
-    def remove(self) -> None:
-        """Remove all of it. Blocks."""
-        for path in self._cgroup:
-            watchdog.remove_cgroup(path)
-        self.storage.close()
-        watchdog.remove_tree(self.folder)

@@ -18,16 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.sandboxes.base import SandboxLimits
+from hermes_rl.sandboxes.disks import (
+    Disks,
+    Storage,
+    Writable,
+    check_call,
+    detach,
+    open_tree,
+)
 from hermes_rl.sandboxes.files import libc
-from hermes_rl.sandboxes.slots import Disks, Home, Storage, Writable, check_call, detach
+from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.snapshots import WORKSPACE, unpack
 from hermes_rl.sandboxes.watchdog import remove_tree
 
 InMountThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs something in the thread whose mounts sandboxes start with."""
 
-_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
-_CLONE_TREE, _FROM_EMPTY_PATH, _EMPTY_PATH, _IDMAP = 1, 4, 0x1000, 0x100000
+_MOVE_MOUNT, _MOUNT_SETATTR = 429, 442
+_FROM_EMPTY_PATH, _EMPTY_PATH, _IDMAP = 4, 0x1000, 0x100000
 _AT_FDCWD = -100
 _ATTRIBUTES = struct.Struct("=4Q")
 """The kernel's `struct mount_attr`: flags to set and to clear, propagation, a user namespace."""
@@ -59,8 +67,7 @@ def user_namespace(uid: int, owner: int) -> int:
 def mount_as(namespace: int, source: Path, where: Path) -> None:
     """Show a folder at another one in this thread's mounts, its owners as a user namespace maps
     them. Raises: OSError."""
-    tree = libc().syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _CLONE_TREE | os.O_CLOEXEC)
-    check_call(min(tree, 0), f"open_tree {source}")
+    tree = open_tree(source)
     try:
         attributes = ctypes.create_string_buffer(_ATTRIBUTES.pack(_IDMAP, 0, 0, namespace), 32)
         done = libc().syscall(_MOUNT_SETATTR, tree, b"", _EMPTY_PATH, attributes, 32)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from hermes_rl.sandboxes import processes, watchdog
 from hermes_rl.sandboxes.base import SandboxLimits
+from hermes_rl.sandboxes.disks import Storage
 from hermes_rl.sandboxes.files import Beneath, Look
-from hermes_rl.sandboxes.slots import Storage, reap, workers
+from hermes_rl.sandboxes.slots import reap, workers
 
 RESERVE_BYTES = 1 << 30
 STEP_BYTES = 64 << 20

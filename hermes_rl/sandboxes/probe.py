@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes import limits
+from hermes_rl.sandboxes import limits, zygote
 from hermes_rl.sandboxes.box import Launch, start
+from hermes_rl.sandboxes.disks import find_disks
 from hermes_rl.sandboxes.slots import (
     default_state_dir,
-    find_disks,
     first_slot,
     has_slots,
     is_host_root,
@@ -133,6 +133,8 @@ class Probe:
     """Limit -> whether the kernel enforces it; those of the workspace are in `no_disks`."""
     no_disks: str = ""
     """Why no sandbox has a file system of its own; empty where each has one."""
+    no_zygote: str = ""
+    """Why bubblewrap starts all sandboxes; empty where a zygote starts the plain ones."""
 
 
 def options(binary: str) -> str:
@@ -206,6 +208,7 @@ def probe_machine(binary: str | None = None) -> Probe:
     }
     with ThreadPoolExecutor(1) as thread:  # whose mounts end with it
         made = thread.submit(find_disks, state).result()
+        no_zygote = thread.submit(_try_zygote, state, slot, groups).result()
     who = "a user id for each sandbox" if root else "all sandboxes share your user id"
     message = f"works; {who}" if code == 0 else ""
     return Probe(
@@ -218,4 +221,14 @@ def probe_machine(binary: str | None = None) -> Probe:
         root=root,
         limits=enforced,
         no_disks=made if isinstance(made, str) else "",
+        no_zygote=no_zygote,
     )
+
+
+def _try_zygote(state: Path, slot: int | None, groups: limits.Cgroups) -> str:
+    operations = zygote.setup(state, state, state)
+    try:
+        zygote.spawn(f"probe-{os.getpid()}.0:zygote", slot, operations, groups).close()
+    except zygote.NoZygote as error:
+        return str(error)
+    return ""

@@ -14,14 +14,17 @@ from pathlib import Path
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.sandboxes.base import SandboxLimits
+from hermes_rl.sandboxes.disks import Writable
 from hermes_rl.sandboxes.image_changes import PATH as PATH
-from hermes_rl.sandboxes.slots import Writable, is_host_root
+from hermes_rl.sandboxes.slots import is_host_root
 
 WORKSPACE = "/workspace"
 IMAGE_WORKSPACE = "/run/image-workspace"
 """What an image holds at /workspace, to be copied to the sandbox's own."""
 CONTROL = "/hx"
 STATE = "/run/hx"
+SUPERVISOR = "supervisor"
+"""File of the control directory."""
 LANG = "C.UTF-8"
 RUN_BYTES = 16 << 20
 OPEN_FILES = 1024
@@ -262,19 +265,21 @@ def _can_enter(path: Path) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _links() -> tuple[str, ...]:
-    """The folders of programs and libraries beside /usr, as this machine has them."""
+def machine_links() -> tuple[tuple[str, bool], ...]:
+    """The folders of programs and libraries beside /usr, as this machine has them: a name, and
+    whether it is a link to the folder of that name in /usr."""
+    return tuple((name, os.path.islink(f"/{name}")) for name in _LINKS if os.path.isdir(f"/{name}"))
+
+
+def _links() -> list[str]:
     found: list[str] = []
-    for name in _LINKS:
-        path = f"/{name}"
-        if os.path.islink(path):
-            found += ["--symlink", f"usr/{name}", path]
-        elif os.path.isdir(path):
-            found += ["--ro-bind", path, path]
-    return tuple(found)
+    for name, is_link in machine_links():
+        bound = ["--symlink", f"usr/{name}"] if is_link else ["--ro-bind", f"/{name}"]
+        found += [*bound, f"/{name}"]
+    return found
 
 
-def command(script: str, limits: SandboxLimits, *arguments: str) -> list[str]:
+def command(script: str, limits: SandboxLimits | None, *arguments: str) -> list[str]:
     """A command that runs `script` in a bash of its own, process 2 of the sandbox.
 
     Process 1 is a bash that bounds itself, starts the script and ends with it, and bubblewrap
@@ -284,9 +289,11 @@ def command(script: str, limits: SandboxLimits, *arguments: str) -> list[str]:
 
     Args:
         script: a file of the control directory, as the sandbox sees it.
+        limits: None where they are in force before.
         arguments: of the script; the last one names the lease to the reaper.
     """
-    init = f"ulimit {' '.join(ulimits(limits))} || exit 125; {START_SCRIPT}"
+    bound = f"ulimit {' '.join(ulimits(limits))} || exit 125; " if limits else ""
+    init = bound + START_SCRIPT
     return ["bash", "--norc", "--noprofile", "-c", init, script, *arguments]
 
 

@@ -105,7 +105,7 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
     if not stat.S_ISDIR(kind):
         os.unlink(path)
         return
-    if _remove_shallow(path):
+    if remove_shallow(path):
         return
     try:
         shutil.rmtree(path, ignore_errors=True)
@@ -126,7 +126,7 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
                 return
 
 
-def _remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
+def remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
     """Remove a folder with few levels, as most boxes are: `rmtree` makes four times the system
     calls. Returns False, with some of it gone, when it is deeper or something is locked."""
     try:
@@ -134,7 +134,7 @@ def _remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
             for entry in entries:
                 if not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.path)
-                elif depth == 0 or not _remove_shallow(entry.path, depth - 1):
+                elif depth == 0 or not remove_shallow(entry.path, depth - 1):
                     return False
         os.rmdir(path)
     except OSError:

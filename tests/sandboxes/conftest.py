@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+import hatch_build
 from hermes_rl.sandboxes import (
     Bubblewrap,
     BubblewrapSandbox,
@@ -26,6 +28,7 @@ from hermes_rl.sandboxes import (
     leased_sandbox,
     reachable,
     watchdog,
+    zygote,
 )
 
 HERE = Path(__file__).parent
@@ -36,6 +39,20 @@ CANARY = "canary-7f3a"
 """Stands for an API key in the launcher's environment."""
 CHECK_S = 300.0
 """How long one check may take."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _zygote_is_built() -> None:
+    """A checkout that was updated since it was installed has an older one, or none."""
+    digest = hashlib.sha256(hatch_build.SOURCE.read_bytes()).hexdigest()[:16].encode()
+    if not (zygote.BINARY.exists() and digest in zygote.BINARY.read_bytes()):
+        assert hatch_build.compile_zygote() == "", "install a C compiler"
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bubblewrap itself starts the sandboxes of this test."""
+    monkeypatch.setenv(zygote.SWITCH, "bubblewrap")
 
 
 @pytest.fixture
@@ -109,7 +126,7 @@ def ordinary_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def code() -> Iterator[Path]:
+def code(_zygote_is_built: None) -> Iterator[Path]:
     """The package where everybody can read it: the checkout may lie where others cannot go."""
     shared = Path("/tmp") / f"hermes-code-{os.getpid()}-{os.urandom(4).hex()}"
     shared.mkdir(mode=0o755)
@@ -149,12 +166,18 @@ class Launcher:
         return process
 
     def run(
-        self, file: Path, name: str, state: Path, engine: Mapping[str, str] | None = None
+        self,
+        file: Path,
+        name: str,
+        state: Path,
+        engine: Mapping[str, str] | None = None,
+        launcher: str = "",
     ) -> None:
         """Run one function of a file on a backend.
 
         Args:
             engine: name, socket or program, and image, for containers; None for bubblewrap.
+            launcher: what starts sandboxes (see `zygote.SWITCH`).
 
         Raises: AssertionError with its traceback.
         """
@@ -171,6 +194,7 @@ class Launcher:
             "state": str(state),
             "binary": binary,
             "engine": engine,
+            "launcher": launcher,
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -222,6 +246,6 @@ def ourselves(code: Path) -> Iterator[Launcher]:
 
 
 @pytest.fixture
-def as_we_are(ourselves: Launcher, state: Path) -> Callable[[Path, str], None]:
+def as_we_are(ourselves: Launcher, state: Path) -> Callable[..., None]:
     """Run one check in another process, as the user of the tests (root, in a container)."""
-    return lambda file, name: ourselves.run(file, name, state)
+    return lambda file, name, launcher="": ourselves.run(file, name, state, launcher=launcher)

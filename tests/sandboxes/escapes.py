@@ -16,7 +16,14 @@ import tempfile
 from pathlib import Path
 
 from hermes_rl.errors import SandboxKilled
-from hermes_rl.sandboxes import Bubblewrap, GradingSpec, Sandbox, SandboxLimits, SandboxSpec
+from hermes_rl.sandboxes import (
+    Bubblewrap,
+    GradingSpec,
+    Sandbox,
+    SandboxLimits,
+    SandboxSpec,
+    zygote,
+)
 
 SECRET = "decoy-secret-5b21"
 MB = 1 << 20
@@ -59,6 +66,19 @@ async def never_host_root(backend: Bubblewrap) -> None:
             assert uids[0] != uids[1]
         else:
             assert uids == [os.geteuid()] * 2
+
+
+async def launched_as_chosen(backend: Bubblewrap) -> None:
+    """By the zygote, which is never root; the reference by bubblewrap."""
+    async with await lease(backend) as sandbox:
+        status = Path(f"/proc/{sandbox.host_pid}/status").read_text()
+        parent = next(line for line in status.splitlines() if line.startswith("PPid")).split()[1]
+        launcher = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0]
+        if os.environ[zygote.SWITCH] == "bubblewrap":
+            assert int(parent) == os.getpid()
+        else:
+            assert launcher == b"hermes-rl-zygote", launcher
+            assert os.stat(f"/proc/{parent}").st_uid != 0 or os.geteuid() != 0
 
 
 async def no_files_of_the_host(backend: Bubblewrap) -> None:

@@ -2,10 +2,9 @@
 
     python launcher.py TELL
 
-reads one JSON object a line, {"file", "check", "state", "binary", "engine"}, gives each check a
-backend of
-its own, and writes a line to descriptor TELL: the traceback, or nothing when it passed. One process
-for all checks of a user: a start costs more than most of them.
+reads one JSON object a line (see `run`), gives each check a backend of its own, and writes a line
+to descriptor TELL: the traceback, or nothing when it passed. One process for all checks of a user:
+a start costs more than most of them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hermes_rl.sandboxes import Apptainer, Bubblewrap, Containers, SandboxSpec
+from hermes_rl.sandboxes import Apptainer, Bubblewrap, Containers, SandboxSpec, zygote
 
 
 @cache
@@ -69,9 +68,15 @@ def backend_of(state: Path, binary: str, engine: Mapping[str, str] | None) -> An
 
 
 async def run(
-    file: str, check: str, state: str, binary: str, engine: Mapping[str, str] | None
+    file: str,
+    check: str,
+    state: str,
+    binary: str,
+    engine: Mapping[str, str] | None,
+    launcher: str,
 ) -> None:
-    """One check."""
+    """One check; `launcher` is what starts the sandboxes of bubblewrap (see `zygote.SWITCH`)."""
+    os.environ[zygote.SWITCH] = launcher
     backend = backend_of(Path(state), binary, engine)
     try:
         await getattr(load(file), check)(backend)

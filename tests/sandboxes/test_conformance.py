@@ -33,6 +33,13 @@ async def test_bubblewrap(bubblewrap: Bubblewrap, check: Check) -> None:
 
 
 @every_check
+@pytest.mark.usefixtures("reference")
+async def test_the_reference(bubblewrap: Bubblewrap, check: Check) -> None:
+    """bubblewrap starts the sandboxes itself."""
+    await check(bubblewrap)
+
+
+@every_check
 async def test_none(plain: Subprocess, check: Check) -> None:
     await check(plain)
 

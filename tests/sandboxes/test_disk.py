@@ -39,7 +39,7 @@ def given_back(state: Path) -> bool:
     return devices(state) == []
 
 
-async def test_a_sandbox_has_a_file_system_that_ends_with_it(
+async def test_a_sandbox_has_a_file_system_that_ends_with_the_worker(
     bubblewrap: Bubblewrap, state: Path
 ) -> None:
     """No other process sees it mounted, and its file has no name."""
@@ -55,6 +55,8 @@ async def test_a_sandbox_has_a_file_system_that_ends_with_it(
             assert graded.output == "2\n"
         assert await sandbox.read_left("c") == b"2\n"
         assert len(devices(state)) == 1
+    assert len(devices(state)) == 1, "the next sandbox takes it over"
+    await bubblewrap.aclose()
     assert given_back(state)
 
 

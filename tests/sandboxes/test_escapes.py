@@ -14,12 +14,17 @@ import pytest
 FILE = Path(__file__).with_name("escapes.py")
 NAMES = re.findall(r"^async def (\w+)\(backend: Bubblewrap\)", FILE.read_text(), re.MULTILINE)
 each = pytest.mark.parametrize("name", NAMES)
-Run = Callable[[Path, str], None]
+Run = Callable[..., None]
 
 
 @each
 def test_as_we_are(as_we_are: Run, name: str) -> None:
     as_we_are(FILE, name)
+
+
+@each
+def test_of_the_reference(as_we_are: Run, name: str) -> None:
+    as_we_are(FILE, name, "bubblewrap")
 
 
 @each

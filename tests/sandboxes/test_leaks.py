@@ -65,7 +65,7 @@ async def test_closing_leaves_nothing(bubblewrap: Bubblewrap, state: Path) -> No
     await sandbox.run(f'python3 -c "{deep}"', timeout_s=60)
     host = sandbox.host_pid
     below = processes.descendants(host)
-    assert len(below) >= 4
+    assert len(below) >= 3
     await sandbox.aclose()
     assert not any(proc.alive() for proc in below)
     assert processes.find(host) is None
@@ -162,7 +162,7 @@ async def test_a_killed_worker_leaves_nothing(worker_state: Path) -> None:
     wait_for(worker, "ready")
     [owner] = owners(worker_state, worker.pid)
     tag = f"{owner}.".encode()
-    assert len(watchdog.tagged(tag)) >= 150
+    assert len(watchdog.tagged(tag)) > 100
     worker.kill()
     worker.wait()
     until(lambda: not watchdog.tagged(tag), 5)

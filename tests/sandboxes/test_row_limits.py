@@ -99,6 +99,7 @@ async def test_cpu_time_is_bounded_where_the_machine_allows_it(bubblewrap: Bubbl
         assert int(stat["nr_throttled"]) > 0
         graded = await sandbox.grade(GradingSpec("cat /proc/self/cgroup"))
         assert "cpu:" not in graded.output or f"cpu:/{name}." in graded.output
+    await bubblewrap.aclose()  # else the next sandbox takes it over
     assert not group.exists()
 
 

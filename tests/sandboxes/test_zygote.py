@@ -1,0 +1,350 @@
+"""The zygote: what it starts is bound to it, no part of it reaches a sandbox, and none stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from hermes_rl.errors import SandboxDied, SandboxStartError
+from hermes_rl.sandboxes import (
+    Bubblewrap,
+    BubblewrapSandbox,
+    GradingSpec,
+    Sandbox,
+    SandboxLimits,
+    SandboxSpec,
+    probe,
+    processes,
+    watchdog,
+    zygote,
+)
+
+SPEC = SandboxSpec(lease="zygote")
+
+
+def zygotes(state: Path) -> list[int]:
+    """Those of a state folder, by the owners that have it."""
+    tags = [f"{name}.0:".encode() for name in os.listdir(state / "owners")]
+    return [pid for tag in tags for pid in watchdog.tagged(tag)]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def mounts() -> int:
+    return len(Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def folders(state: Path) -> set[str]:
+    """Those of sandboxes, and the one that all share."""
+    return set(os.listdir(state / "boxes"))
+
+
+async def sh(sandbox: Sandbox, command: str) -> str:
+    return (await sandbox.run(command, timeout_s=30)).output
+
+
+@pytest_asyncio.fixture
+async def running(bubblewrap: Bubblewrap) -> AsyncIterator[BubblewrapSandbox]:
+    sandbox = await bubblewrap.lease(SPEC)
+    yield sandbox
+    await sandbox.aclose()
+
+
+async def test_plain_sandboxes_are_children_of_one_unprivileged_process(
+    bubblewrap: Bubblewrap, running: BubblewrapSandbox, state: Path
+) -> None:
+    async with await bubblewrap.lease(SPEC) as other:
+        [pid] = zygotes(state)
+        assert {parent(running.host_pid), parent(other.host_pid)} == {pid}
+    status = Path(f"/proc/{pid}/status").read_text()
+    assert "Uid:\t0" not in status
+    assert os.readlink(f"/proc/{pid}/ns/user") != os.readlink("/proc/self/ns/user")
+    found = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) - {b""}
+    assert found == set()
+    if os.geteuid() == 0:  # no id of anybody but sandboxes: not even as root of its namespace
+        mapped = [line.split() for line in Path(f"/proc/{pid}/uid_map").read_text().splitlines()]
+        assert [int(outside) > 600_100_000 for _, outside, _ in mapped] == [True]
+
+
+async def test_a_sandbox_has_the_namespaces_and_mounts_that_bubblewrap_gives(
+    running: BubblewrapSandbox, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same places with the same kinds and flags, and no namespace that is another's."""
+    look = "cut -d' ' -f5,6 /proc/self/mountinfo | sort; ls -a / /dev /run; cat /proc/self/limits"
+    look += "; hostname; id; ls -ld /tmp /run /dev/shm /workspace | cut -d' ' -f1,3,4; ip -br addr"
+    kinds = ("mnt", "pid", "net", "ipc", "uts", "cgroup", "user")
+    for kind in kinds:
+        mine = os.readlink(f"/proc/self/ns/{kind}")
+        [pid] = zygotes(state)
+        found = os.readlink(f"/proc/{running.host_pid}/ns/{kind}")
+        assert found not in (mine, os.readlink(f"/proc/{pid}/ns/{kind}")), kind
+    seen = await sh(running, look)
+    monkeypatch.setenv(zygote.SWITCH, "bubblewrap")
+    reference = Bubblewrap(state_dir=state)
+    async with await reference.lease(SPEC) as sandbox:
+        assert zygotes(state) == [pid], "the reference starts none"
+        expected = await sh(sandbox, look)
+    await reference.aclose()
+    assert _comparable(seen) == _comparable(expected)
+
+
+def _comparable(seen: str) -> list[str]:
+    """Without what is a matter of machines, and options that only make a mount stricter."""
+    options = ("noatime", "relatime", "nosuid", "nodev", "noexec")
+    lines = [line for line in seen.splitlines() if not line.startswith(("total", "/dev/console"))]
+    return [",".join(w for w in line.split(",") if w not in options) for line in lines]
+
+
+async def test_no_part_of_the_zygote_reaches_a_sandbox(
+    bubblewrap: Bubblewrap, running: BubblewrapSandbox, state: Path
+) -> None:
+    """No descriptor, no process, no memory, no message: there is nobody to send it to."""
+    [pid] = zygotes(state)
+    for process in (running.host_pid, *processes.children(running.host_pid)):
+        links = {
+            os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")
+        }
+        its = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        shared = links & its
+        assert shared <= {"/dev/null"}, shared
+    program = f"""
+import ctypes, os, signal, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for attempt in (lambda: os.kill({pid}, 9), lambda: os.listdir("/proc/{pid}"),
+                lambda: open("/proc/1/mem", "rb").read(1), lambda: os.open("/proc/1/root/disk", 0),
+                lambda: os.listdir("/proc/1/root/memory"), lambda: os.listdir("/old"),
+                lambda: os.open("/proc/1/cwd/../disk", 0), lambda: os.open("/proc/1/fd/3", 0)):
+    try:
+        print("OPEN", attempt())
+    except OSError as error:
+        pass
+print(libc.ptrace(16, {pid}, 0, 0), libc.ptrace(16, 1, 0, 0))
+for name in os.listdir("/proc"):
+    if name.isdigit():
+        print(name, open(f"/proc/{{name}}/comm").read().strip())
+"""
+    await running.write_file("look.py", program.encode())
+    seen = (await sh(running, "python3 look.py")).split("\n")
+    assert seen[0] == "-1 -1", seen
+    assert {line.split()[1] for line in seen[1:] if line} == {"bash", "python3"}
+
+
+async def test_a_killed_zygote_is_the_machines_fault_and_the_next_lease_has_another(
+    bubblewrap: Bubblewrap, running: BubblewrapSandbox, state: Path
+) -> None:
+    idle = await bubblewrap.lease(SPEC)
+    command = asyncio.create_task(running.run("touch begun; sleep 600", timeout_s=900))
+    while "begun" not in await asyncio.to_thread(os.listdir, _inside(running)):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    [pid] = zygotes(state)
+    below = processes.descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxDied):
+        await command
+    with pytest.raises(SandboxDied):
+        await idle.run("true", timeout_s=20)
+    with pytest.raises(SandboxDied):
+        await idle.run("true", timeout_s=20)
+    await idle.aclose()
+    async with asyncio.timeout(10):
+        while any(proc.alive() for proc in below):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    async with await bubblewrap.lease(SPEC) as sandbox:
+        assert await sh(sandbox, "echo again") == "again\n"
+        assert zygotes(state) != [pid]
+
+
+def _inside(sandbox: BubblewrapSandbox) -> str:
+    return f"/proc/{sandbox.host_pid}/root/workspace"
+
+
+async def test_grading_survives_a_zygote_that_was_killed(
+    bubblewrap: Bubblewrap, running: BubblewrapSandbox, state: Path
+) -> None:
+    """The work is done and its files are there: a mark can still be given."""
+    await running.write_file("answer", b"42")
+    [pid] = zygotes(state)
+    os.kill(pid, signal.SIGKILL)
+    result = await running.grade(GradingSpec("grep -q 42 /workspace/answer"))
+    assert result.exit_code == 0, result
+
+
+async def test_a_stopped_zygote_holds_nobody_up_for_ever(
+    bubblewrap: Bubblewrap, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start fails, an end succeeds, both in bounded time; then there is another zygote."""
+    monkeypatch.setattr(zygote, "START_S", 0.5)
+    monkeypatch.setattr(zygote, "END_S", 0.5)
+    sandbox = await bubblewrap.lease(SPEC)
+    for step in ("start", "end"):
+        [pid] = zygotes(state)
+        os.kill(pid, signal.SIGSTOP)
+        if step == "start":
+            with pytest.raises(SandboxStartError, match="did not answer"):
+                await bubblewrap.lease(SPEC)
+        await asyncio.wait_for(sandbox.aclose(), 20)
+        sandbox = await bubblewrap.lease(SPEC)
+        assert await sh(sandbox, "echo works") == "works\n"
+        assert zygotes(state) != [pid]
+    await sandbox.aclose()
+
+
+async def test_a_thousand_processes_at_once_do_not_keep_a_sandbox_from_starting(
+    bubblewrap: Bubblewrap, running: BubblewrapSandbox
+) -> None:
+    """One fills its own allowance while others start, end, and are counted by themselves."""
+    bomb = "b() { b | b & }; b; sleep 1; true"
+    attack = asyncio.create_task(running.run(bomb, timeout_s=3))
+    for _ in range(5):
+        async with await bubblewrap.lease(SPEC) as sandbox:
+            assert await sh(sandbox, "echo hi | cat") == "hi\n"
+    await attack
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+async def test_starts_and_ends_leave_no_process_mount_or_descriptor(
+    bubblewrap: Bubblewrap, state: Path, count: int
+) -> None:
+    async with await bubblewrap.lease(SPEC):
+        pass
+    [pid] = zygotes(state)
+
+    def counted() -> tuple[int, int, int, int, int]:
+        its = len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
+        opened = [len(os.listdir(f"/proc/{p}/fd")) for p in (os.getpid(), pid)]
+        return mounts(), its, len(processes.children(pid)), *opened
+
+    before = counted()
+
+    async def one() -> None:
+        async with await bubblewrap.lease(SPEC) as sandbox:
+            await sandbox.run("(setsid sleep 500 &)", timeout_s=20)
+
+    for _ in range(count // 4):
+        await asyncio.gather(*(one() for _ in range(4)))
+    # Four at once need four folders, which stay for the next.
+    extra = len(folders(state)) - 2
+    after = counted()
+    assert after[:3] == before[:3]
+    assert after[4] == before[4]
+    assert after[3] - before[3] <= 3 * extra
+
+
+async def test_cancelled_starts_leave_nothing(bubblewrap: Bubblewrap, state: Path) -> None:
+    async with await bubblewrap.lease(SPEC):
+        pass
+    [pid] = zygotes(state)
+    for number in range(20):
+        start = asyncio.ensure_future(bubblewrap.lease(SPEC))
+        await asyncio.sleep(0.0005 * number)
+        start.cancel()
+        try:
+            await (await start).aclose()
+        except asyncio.CancelledError:
+            pass
+    async with asyncio.timeout(10):
+        while processes.children(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def spoil(limits: SandboxLimits) -> dict[str, str]:
+    """What an agent may do to its workspace, by what it leaves in it."""
+    return {
+        "files": "mkdir -p a/b; echo secret >a/b/c; ln a/b/c d; ln -s / e; mkfifo f",
+        "names": "touch $'\\n' .hidden",
+        "xattr": "python3 -c \"import os; os.setxattr('.', 'user.left', b'secret')\"",
+        "acl": "python3 -c \"import os; os.setxattr('.', 'system.posix_acl_default', "
+        "b'\\x02\\x00\\x00\\x00\\x01\\x00\\x07\\x00\\xff\\xff\\xff\\xff\\x04\\x00\\x05\\x00\\xff\\xff\\xff\\xff"
+        "\\x20\\x00\\x05\\x00\\xff\\xff\\xff\\xff')\"",
+        "mode": "chmod 1777 .",
+        "flags": "python3 -c \"import fcntl, os; fd = os.open('.', 0); "
+        "fcntl.ioctl(fd, 0x40086602, (0x80080).to_bytes(8, 'little'))\"",
+        "size": "for i in {1..400}; do : >a-long-name-that-fills-the-folder-$i; done; rm a-*",
+        "times": "touch -d 2001-01-01 .",
+        "nothing": ":",
+    }
+
+
+LOOK = (
+    "ls -A /workspace /tmp /dev/shm /run/hx | grep -v ^[ab]$; find / -xdev -newermt 2000-01-01 "
+    "! -newermt 2002-01-01 -path '/workspace*'; python3 -c \"import os; "
+    "print(os.listxattr('/workspace'), oct(os.stat('/workspace').st_mode))\"; "
+    "lsattr -d /workspace 2>/dev/null | tr -d ' '; env | sort; pwd; umask; jobs; alias"
+)
+
+
+@pytest.mark.parametrize("action", spoil(SandboxLimits()))
+async def test_a_recycled_workspace_shows_nothing_of_the_lease_before(
+    bubblewrap: Bubblewrap, state: Path, action: str
+) -> None:
+    async with await bubblewrap.lease(SPEC) as first:
+        fresh = await sh(first, LOOK)
+        before = folders(state)
+    async with await bubblewrap.lease(SPEC) as spoiled:
+        assert await sh(spoiled, LOOK) == fresh
+        done = await spoiled.run(spoil(SandboxLimits())[action], timeout_s=30)
+        assert done.exit_code == 0 or action in ("flags", "acl", "xattr"), done
+        await spoiled.run("export LEFT=secret; alias left=x; cd /tmp; umask 077", timeout_s=30)
+        assert await sh(spoiled, LOOK) != fresh
+    async with await bubblewrap.lease(SPEC) as after:
+        assert folders(state) == before, "the same folder, or it proves nothing"
+        assert await sh(after, LOOK) == fresh
+    other = SandboxSpec(lease="other", limits=SandboxLimits(workspace_files=5_000))
+    async with await bubblewrap.lease(other) as sandbox:
+        assert len(folders(state)) == 3, "folders are for the limits they had"
+        assert await sh(sandbox, "echo works") == "works\n"
+
+
+async def test_a_workspace_that_took_much_of_the_disk_is_not_recycled(
+    bubblewrap: Bubblewrap, state: Path
+) -> None:
+    async with await bubblewrap.lease(SPEC) as sandbox:
+        await sandbox.run("head -c 20M /dev/urandom >big; mkdir -p 1/2/3/4/5", timeout_s=30)
+    assert len(folders(state)) == 1, "what all share"
+
+
+async def test_small_machines_fall_back_and_say_why(
+    bubblewrap: Bubblewrap, state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No compiler at installation, an old binary, a kernel that refuses: bubblewrap serves."""
+    old = tmp_path / "zygote"
+    old.write_bytes(zygote.BINARY.read_bytes())
+    old.chmod(0o755)
+    old.with_suffix(".c").write_text("newer")
+    refusing = tmp_path / "refusing"
+    refusing.write_text("#!/bin/bash\nprintf 'E user namespace: refused' >&$1\n")
+    refusing.chmod(0o755)
+    refusing.with_suffix(".c").write_text("")
+    for binary, why in ((tmp_path / "absent", "not built"), (old, "another version"),
+                        (refusing, "user namespace: refused")):  # fmt: skip
+        monkeypatch.setattr(zygote, "BINARY", binary)
+        assert why in probe.probe_machine().no_zygote
+        backend = Bubblewrap(state_dir=state)
+        async with await backend.lease(SPEC) as sandbox:
+            assert await sh(sandbox, "echo works") == "works\n"
+        await backend.aclose()
+    monkeypatch.undo()
+    assert probe.probe_machine().no_zygote == ""
+
+
+def test_the_program_refuses_root_and_malformed_requests(tmp_path: Path) -> None:
+    """It is started by hand here, as whoever we are."""
+    found = subprocess.run([zygote.BINARY], capture_output=True, check=False)
+    assert found.returncode == 2
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far, open(tmp_path / "filter", "w+b") as empty:
+        line = [zygote.BINARY, str(far.fileno()), str(empty.fileno()), "tag"]
+        subprocess.run(line, pass_fds=(far.fileno(), empty.fileno()), check=False)
+        assert near.recv(100) == (b"E not as root: " if os.geteuid() == 0 else b"E filter: ") + (
+            b"Operation not permitted" if os.geteuid() == 0 else b"Invalid argument"
+        )
