@@ -39,6 +39,7 @@ from hermes_rl.sandboxes.base import (
     SandboxSpec,
 )
 from hermes_rl.sandboxes.box import Launch, exited, gone, start
+from hermes_rl.sandboxes.disks import Storage
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.image_changes import Relied, Upper, listing_script, read_listing, replaced
@@ -58,7 +59,7 @@ from hermes_rl.sandboxes.shell import (
     ShellPaths,
     supervisor_text,
 )
-from hermes_rl.sandboxes.slots import Home, Storage
+from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
 from hermes_rl.sandboxes.watchdog import remove_tree
 
