@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,7 @@ class Sandboxes:
         folder = self.folder / str(self._made)
         for path in (folder, folder / "ws", folder / "ctl"):
             path.mkdir()
-        spec = recipe.Box(
-            layers=recipe.Layers(self._etc),
-            control=folder / "ctl",
-            limits=SandboxLimits(),
-            workspace=folder / "ws",
-        )
+        spec = plain(self._etc, folder)
         seccomp = os.open(filter_path(), os.O_RDONLY)
         info, tell = os.pipe()
         options, give = os.pipe()
@@ -105,6 +101,17 @@ class Sandboxes:
         finally:
             for fd in (seccomp, tell, options):
                 os.close(fd)
+
+
+def plain(etc: Path, folder: Path, command: Sequence[str] = ()) -> Any:
+    """What bubblewrap is to start: a sandbox as those of the harness."""
+    return recipe.Box(
+        layers=recipe.Layers(etc),
+        control=folder / "ctl",
+        limits=SandboxLimits(),
+        workspace=folder / "ws",
+        command=command,
+    )
 
 
 async def _spawn(argv: list[str], pass_fds: tuple[int, ...] = ()) -> asyncio.subprocess.Process:

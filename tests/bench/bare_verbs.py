@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bare import plain
 from sandbox_verbs import COMMANDS, ballast
 
 from hermes_rl.sandboxes import (
-    SandboxLimits,
     find_binary,
     first_slot,
     launch,
@@ -37,18 +37,12 @@ def start(count: int, folder: Path) -> None:
         (folder / name).mkdir()
         if uid is not None:
             os.chown(folder / name, uid, uid)
-    plain = recipe.Box(
-        layers=recipe.Layers(recipe.make_etc(folder / "etc", network=False)),
-        control=folder / "ctl",
-        limits=SandboxLimits(),
-        workspace=folder / "ws",
-        command=["true"],
-    )
+    sandbox = plain(recipe.make_etc(folder / "etc", network=False), folder, ["true"])
     binary = reachable(find_binary(), folder)
     for _ in range(count):
         near, far = socket.socketpair()
         with near:
-            bubblewrap = launch(binary, plain, uid, far)
+            bubblewrap = launch(binary, sandbox, uid, far)
             assert bubblewrap.process.wait() == 0
             bubblewrap.close()
 
