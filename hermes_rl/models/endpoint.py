@@ -65,8 +65,6 @@ class Endpoint:
     timeouts: Timeouts = Timeouts()
     answer_bytes: int = 256 << 20
     """Maximum size of an answer: an endless one would fill the memory."""
-    verify: bool = True
-    """Check the server's certificate."""
     ca_file: str | None = None
     """Certificates to trust instead of the system's."""
     proxy: str | None = field(default=None, repr=False)
@@ -114,15 +112,11 @@ class Endpoint:
         if not self.base_url.startswith("https:"):
             return None
         try:
-            context = ssl.create_default_context(cafile=self.ca_file)
+            return ssl.create_default_context(cafile=self.ca_file)
         except OSError as error:  # ssl.SSLError is one
             invalid = isinstance(error, ssl.SSLError)
             why = "not a file of certificates" if invalid else error.strerror
             raise UserError(f"{self.ca_file}: {why}. Check endpoint.ca_file") from None
-        if not self.verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
 
     def check(self) -> None:
         """Raises: UserError when the address or a header can never work."""

@@ -36,8 +36,6 @@ class RateLimits:
     output_tokens: float | None = None
     burst_s: float = 60.0
     """Seconds of refill that a bucket holds."""
-    schedule: tuple[tuple[float, float], ...] = ()
-    """(seconds since the server's start, factor of all limits from then on), in order."""
     retry_after_s: float | None = None
     """What a refusal asks to wait; by default the time until the request would pass."""
     headers: bool = True
@@ -87,7 +85,7 @@ class Limits:
 
     limits: RateLimits
     factor: float = 1.0
-    """On top of the schedule's; a test may change it at any time."""
+    """Factor of all limits; a test may change it at any time."""
     _accounts: dict[str, dict[Limit, _Bucket]] = field(default_factory=dict)
 
     def admit(self, account: str, needs: Mapping[Limit, float], now: float) -> Verdict:
@@ -97,10 +95,9 @@ class Limits:
             needs: how much the request takes of each limit.
             now: seconds since the server's start.
         """
-        config, burst, hint = self.limits, self.limits.burst_s, self.limits.retry_after_s
+        burst, hint = self.limits.burst_s, self.limits.retry_after_s
         buckets = self._accounts.get(account) or self._open(account, now)
-        scheduled = next((f for since, f in reversed(config.schedule) if now >= since), 1.0)
-        factor = self.factor * scheduled
+        factor = self.factor
         refused: Limit | None = None
         wait = 0.0
         for name, bucket in buckets.items():

@@ -234,8 +234,8 @@ def test_pace_keeps_its_bounds(news):
             continue
         assert pace.per_s >= 1 / 15
         assert 0 < pace.rate(now) <= pace.per_s
-        if before is not None:  # it doubles where it is low and no quota was measured yet
-            assert pace.per_s <= max(1.05**2 * before, 2 * min(before, 5.0)) * 1.0001
+        if before is not None:
+            assert pace.per_s <= 1.05**2 * before * 1.0001
 
 
 SIGNALS = st.lists(

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from hermes_rl import errors as e
-from hermes_rl.messages import SystemMessage, UserMessage
-from hermes_rl.models import Endpoint, Sampling, Timeouts, connect
+from hermes_rl.models import Endpoint, Timeouts, connect
 from hermes_rl.testing import FakeConfig, FakeServer
 
 STREAMED = pytest.mark.parametrize("stream", [False, True])
@@ -81,52 +80,6 @@ async def test_cancelled_request_closes_its_connection(kit, transport, stream):
         assert server.entries[0].outcome == "dropped"
         assert server.entries[0].call_id == events.starts[0].call_id
         await client.aclose()
-
-
-@STREAMED
-async def test_sampling_and_extra_fields_reach_the_wire(kit, stream):
-    bodies = []
-
-    class Spy(FakeServer):
-        def handle(self, connection, request):
-            bodies.append(json.loads(request.body))
-            super().handle(connection, request)
-
-    sampling = Sampling(
-        temperature=0.0, top_p=1.0, top_k=-1, max_tokens=64, seed=7, stop=("END",), reasoning="low"
-    )
-    async with Spy() as server:
-        client = connect(Endpoint(server.base_url))
-        model_request = kit.request(
-            [SystemMessage(content="s"), UserMessage(content="u")],
-            stream=stream,
-            tools=kit.TERMINAL,
-            sampling=sampling,
-            logprobs=True,
-            token_ids=True,
-            extra={"service_tier": "flex"},
-        )
-        await client.complete(model_request)
-        await client.aclose()
-    streaming = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    assert bodies == [
-        {
-            "model": "echo",
-            **streaming,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "max_tokens": 64,
-            "seed": 7,
-            "stop": ["END"],
-            "reasoning_effort": "low",
-            "logprobs": True,
-            "return_token_ids": True,
-            "service_tier": "flex",
-            "tools": list(kit.TERMINAL),
-            "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-        }
-    ]
 
 
 async def test_large_request_arrives_complete(ask, transport):

@@ -45,18 +45,16 @@ def test_accounts_have_separate_buckets_that_refill():
     assert limits.admit("a", {"requests": 1}, 1.0).refused is None
 
 
-def test_quota_schedule_changes_the_rate():
-    limits = Limits(RateLimits(requests=60, burst_s=1, schedule=((10, 2.0), (20, 0.5))))
+def test_quota_factor_changes_the_rate():
+    limits = Limits(RateLimits(requests=60, burst_s=1))
 
     def passed(since):
         steps = (since + i / 100 for i in range(1000))
         return sum(limits.admit("a", {"requests": 1}, t).refused is None for t in steps)
 
     assert passed(0) == pytest.approx(10, abs=1)
-    assert passed(10) == pytest.approx(20, abs=1)
-    assert passed(20) == pytest.approx(5, abs=1)
-    limits.factor = 8.0
-    assert passed(30) == pytest.approx(40, abs=2)
+    limits.factor = 4.0
+    assert passed(10) == pytest.approx(40, abs=4)
 
 
 async def ask(kit, server, mode, prompt="hi", key="sk-1234567", **fields):

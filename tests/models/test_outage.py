@@ -21,22 +21,6 @@ def scaled():
     )
 
 
-@pytest.mark.parametrize(("kind", "status"), [("unavailable", 503), ("server_error", 500)])
-async def test_long_failure_is_an_outage(kit, stage, kind, status):
-    out = Conditions(outages=((0, 1e9),), outage=kind, clock_scale=SCALE)
-    async with stage() as s:
-        server = await s.server(conditions=out)
-        calling = ModelCaller(
-            [s.route(server, "noop")], s.events, RetryPolicy(outage_s=300), clock=scaled()
-        )
-        with pytest.raises(e.Outage, match=rf"no answer for \d min, the last error: {status}"):
-            await calling.call(kit.request(), turn=1)
-        assert e.CAUSES["outage"].breaker
-        assert not e.CAUSES["outage"].counted
-        # A 500 may be the request's fault, so something else was asked, once.
-        assert [x.purpose for x in s.events.starts].count("probe") == (status == 500)
-
-
 async def test_request_that_alone_draws_500s_is_not_an_outage(kit, stage):
     """After six failures the same model is probed. It answers, so the next failure is blamed on the
     request, and the run continues. The probe is recorded like any call."""

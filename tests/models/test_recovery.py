@@ -90,13 +90,11 @@ def test_refused_feature_is_left_out_for_the_conversation(recovery, reason):
         assert plan.decide(error, prompt=SMALL) == GiveUp(error), "it did not help"
         plan.begin()
         assert plan.sent().adaptations == {ADAPTED[reason]}
-    assert recovery(adapt=False).decide(error, prompt=SMALL) == GiveUp(error)
     assert recovery().decide(error, prompt=SMALL, exact=True) == GiveUp(error)
 
 
-@pytest.mark.parametrize("policy", [{}, {"adapt": False}])
-def test_renamed_output_limit_is_learned_for_exact_requests(recovery, policy):
-    plan = recovery(**policy)
+def test_renamed_output_limit_is_learned_for_exact_requests(recovery):
+    plan = recovery()
     assert plan.decide(RENAMED, exact=True) == Resend()
     assert plan.sent().adaptations == {"completion_cap"}
     assert plan.decide(RENAMED, exact=True) == GiveUp(RENAMED)
@@ -202,14 +200,15 @@ AT_ONCE.append(failed(e.RateLimited, 429, retry_after_s=31))
     [*((x, 0) for x in AT_ONCE), *((x, 2) for x in LATER), *((x, None) for x in NEVER)],
 )
 def test_fallback_is_immediate_after_two_failures_or_never(recovery, error, tries):
-    plan = recovery(adapt=False)
+    plan = recovery()
     if tries is None:
-        assert plan.decide(error, routes=True) == GiveUp(error)
+        assert plan.decide(error, routes=True, exact=True) == GiveUp(error)
         return
     for _ in range(tries):
-        assert isinstance(plan.decide(error, routes=True), Wait)
-    assert plan.decide(error, routes=True) == FallBack()
-    assert isinstance(plan.decide(error), Wait if error.transient else GiveUp)
+        assert isinstance(plan.decide(error, routes=True, exact=True), Wait)
+    assert plan.decide(error, routes=True, exact=True) == FallBack()
+    last = plan.decide(error, exact=True)
+    assert isinstance(last, Wait if error.transient else GiveUp)
     plan.begin()
     assert plan.call.route == 1, "no return in this conversation"
 
@@ -242,6 +241,13 @@ def test_connections_are_renewed_once_after_two_losses(recovery):
     plan.begin()
     renewed = [plan.decide(error).renew for error in (lost, busy, lost, lost)]
     assert renewed == [False, False, False, True]
+
+
+def test_only_failures_without_an_explanation_are_probed_once(recovery):
+    plan, loaded = recovery(max_attempts=3), recovery(max_attempts=3)
+    broken, busy = failed(e.ServerError, 500), failed(e.Overloaded, 503)
+    assert [plan.decide(broken).probe for _ in range(5)] == [False, False, True, False, False]
+    assert not any(loaded.decide(busy).probe for _ in range(5))
 
 
 @pytest.mark.parametrize("served", [True, False])

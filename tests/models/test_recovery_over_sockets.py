@@ -8,12 +8,10 @@ import random
 import pytest
 from PIL import Image
 
-from hermes_rl import errors as e
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, UserMessage
 from hermes_rl.models import Sampling
-from hermes_rl.models.calls import Account, KeyPool, ModelCaller, Route
-from hermes_rl.models.rate import Cooldowns, Limiter
-from hermes_rl.testing import Conditions
+from hermes_rl.models.calls import ModelCaller, Route
+from hermes_rl.models.rate import Limiter
 
 DOT = "data:image/png;base64,iVBORw0KGgo="
 PICTURE = UserMessage(
@@ -152,46 +150,6 @@ async def test_lone_surrogates_never_reach_a_server(kit, stage, mode):
         text.append(UserMessage(content="\udfff"))
         await calling.call(kit.request(text, "noop"), turn=1)
         assert s.outcomes == ["ok"]
-
-
-async def test_refused_key_is_replaced_by_the_next(kit, stage):
-    async with stage() as s:
-        server = await s.server(key="sk-right-key-123")
-        keys = {"WRONG": "sk-wrong-key-123", "RIGHT": "sk-right-key-123"}
-        accounts = [
-            Account(name, s.client(server, api_key=key), Limiter(8)) for name, key in keys.items()
-        ]
-        route = Route("noop", KeyPool(accounts, Cooldowns(), scope="noop"))
-        for turn in (1, 2):
-            await s.caller(route).call(kit.request(), turn=turn)
-        assert s.outcomes == ["refused", "ok", "ok"], "the refused key cools down for all rollouts"
-        assert [start.model for start in s.events.starts] == ["noop"] * 3
-        only = Route("noop", KeyPool(accounts[:1], Cooldowns(), scope="noop"))
-        with pytest.raises(e.AuthError):
-            await s.caller(only).call(kit.request(), turn=1)
-
-
-async def test_missing_model_falls_back_for_the_conversation(kit, stage):
-    async with stage() as s:
-        server = await s.server(models=("noop",))
-        routes = (s.route(server, "gone"), s.route(server, "noop"))
-        calling = s.caller(*routes)
-        for turn in (1, 2):
-            answer = await calling.call(kit.request(), turn=turn)
-            assert answer.served_model == "noop"
-        assert [start.model for start in s.events.starts] == ["gone", "noop", "noop"]
-        assert s.outcomes == ["refused", "ok", "ok"]
-        with pytest.raises(e.ModelNotFound):
-            await s.caller(routes[0]).call(kit.request(), turn=1)
-
-
-async def test_overloaded_server_falls_back_after_two_failures(kit, stage):
-    async with stage() as s:
-        down = await s.server(conditions=Conditions(outages=((0, 1e9),)))
-        calling = s.caller(s.route(down, "noop"), s.route(await s.server(), "noop"))
-        await calling.call(kit.request(), turn=1)
-        assert s.outcomes == ["refused"] * 3 + ["ok"]
-        assert len(s.events.waited) == 2
 
 
 @pytest.mark.parametrize("transport", ["http", "sdk"])

@@ -277,9 +277,6 @@ class RetryPolicy:
     """Maximum of that bound."""
     hint_s: float = 600.0
     """Maximum Retry-After to obey."""
-    adapt: bool = True
-    """Send a request again without what the server refused. This changes what the model sees, so
-    exact requests (preset `rl`) are never adapted."""
     fall_back_after: int = 2
     """Failures at an unavailable or rate-limited server before the next route is used."""
 
@@ -490,11 +487,12 @@ class CallRecovery:
         return self._in_time(Wait(self._rollout.uniform(cap / 2, cap), paid=True), at)
 
     def _adapt(self, at: Failure) -> Action | None:
-        """Leave out a refused feature, unless the failed request was already without it."""
+        """Leave out a refused feature, unless the failed request was already without it. Exact
+        requests are never adapted: that would change what the model sees."""
         wanted = _feature_to_leave_out(at)
         if wanted is None or wanted in at.request.adaptations:
             return None
-        if wanted != "completion_cap" and (not self._policy.adapt or at.request.exact):
+        if wanted != "completion_cap" and at.request.exact:
             return None
         self._rollout.of_route(self.route).adaptations.add(wanted)
         return Resend()

@@ -289,8 +289,7 @@ class AdaptiveConcurrency:
     """The limit of requests in flight: additive increase, multiplicative decrease.
 
     - Slow start: one more per clean request while the limit is in use, until the first refusal, so
-      the limit doubles each round. The same applies below a quarter of the limit before repeated
-      cuts.
+      the limit doubles each round.
     - Then 5 % more (at least one) after each clean round that used 80 % of the limit. A round is as
       many answers as the limit, or 3 s with five answers if that is sooner.
     - A refusal (429) cuts the limit to four fifths, at most once per 15 s, because refusals of one
@@ -308,7 +307,6 @@ class AdaptiveConcurrency:
     GROWTH = 1.05
     CUT = 0.8
     HEADROOM = 0.95
-    FAR = 4
     ANSWERS = 5
     """Answers in such a round."""
 
@@ -321,7 +319,6 @@ class AdaptiveConcurrency:
         self._round_began = now
         self._last_cut: float | None = None
         self._refused_at = self.limit
-        self._before_cuts, self._increased_since_cut = 0, True
         self.history.add(now, self.limit, "start")
 
     def note_started(self, in_flight: int) -> None:
@@ -339,9 +336,8 @@ class AdaptiveConcurrency:
 
     def _increase(self, now: float) -> None:
         saturated = self._peak >= self.SATURATED * self.limit
-        if self.slow_start or self.FAR * self.limit <= self._before_cuts:
+        if self.slow_start:
             if saturated:
-                self._increased_since_cut = True
                 self._set(min(self.maximum, self.limit + 1), "slow_start", now)
             return
         self._answers += 1
@@ -350,7 +346,6 @@ class AdaptiveConcurrency:
         if self._answers < (min(self.ANSWERS, self.limit) if timely else self.limit):
             return
         if saturated:
-            self._increased_since_cut = True
             increased = max(self.limit + 1, int(self.limit * self.GROWTH))
             if not self._may_cut(now):
                 increased = min(increased, max(self.limit, int(self._refused_at * self.HEADROOM)))
@@ -363,8 +358,6 @@ class AdaptiveConcurrency:
         if self._may_cut(now):
             self._last_cut = now
             self._refused_at = self.limit
-            if self._increased_since_cut:
-                self._before_cuts, self._increased_since_cut = self.limit, False
             self._set(max(1, int(self.limit * self.CUT)), "throttled", now)
 
     def _may_cut(self, now: float) -> bool:
@@ -441,8 +434,8 @@ class Pace:
 
     - At first there is no pace. It begins with a round of many refusals (three, and a tenth of its
       requests), with two cuts within a minute, or when most requests were refused and do not return
-      soon (long Retry-After): without a pace they would return all at once. The first pace is the
-      admitted rate; it doubles per clean round while it is low and no quota is known.
+      soon (long Retry-After): without a pace they would return all at once. The first pace is
+      the admitted rate.
     - A round is a fifth of the interval, and longer until five requests were admitted. After a
       clean round that used 80 % of the pace it increases by 5 %, from the fifth in a row on by 10
       %. Until the next cut is due, it stays below 95 % of the measured quota.
@@ -538,10 +531,7 @@ class Pace:
                 if self._since_cut.clean:
                     self._lower(self.per_s * self.CUT, "throttled", now)
             elif now - self._last_cut <= WINDOW_S:
-                lasted = max(now - self._round.began, ROUND_S)
-                most = 4 * self._last_window(now) / WINDOW_S
-                attempted = self._round.started / lasted * self.CUT
-                self._lower(max(self._quota, min(attempted, most)), "throttled", now)
+                self._lower(self._quota, "throttled", now)
         if self.per_s is None:  # the content of a full bucket is not part of the quota
             self._remember(now)
             self._round = _Period(now + self.SETTLE_S)
@@ -571,8 +561,6 @@ class Pace:
         if self.per_s is None or ended.started < self.SATURATED * self.per_s * lasted:
             return
         increased = self.per_s * self.GROWTH ** (2 if self._streak >= self.FAST_AFTER else 1)
-        if self._quota is None and self.per_s * self.SETTLE_S < self.ADMITTED:
-            increased = 2 * self.per_s
         if not self._may_cut(now) and self._quota is not None:
             increased = min(increased, max(self.per_s, self.HEADROOM * self._quota))
         else:
@@ -634,5 +622,3 @@ class AdaptiveRate:
         if events.quotas:
             self.buckets.learn(events.quotas, now)
         self.buckets.set_pace(self.pace.rate(now), now)
-        if self.pace.per_s is not None:
-            self.concurrency.slow_start = True

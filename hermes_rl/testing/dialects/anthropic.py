@@ -108,8 +108,8 @@ class AnthropicServer(ServerDialect):
         """See `ServerDialect.key_of`: of two keys, `x-api-key` counts."""
         return headers.get("x-api-key") or super().key_of(headers)
 
-    def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
-        """See `ServerDialect.encode_answer`. This wire has no place for `created`. Arguments that
+    def encode_answer(self, answer: Completion, *, answer_id: str) -> bytes:
+        """See `ServerDialect.encode_answer`. Arguments that
         are not an object are written as `{"_unparsed": text}`."""
         blocks = [_whole(block) for block in _blocks(answer.message)]
         form = _message(answer, answer_id)
@@ -118,7 +118,7 @@ class AnthropicServer(ServerDialect):
         return encode_json({**form, "usage": usage} if usage is not None else form)
 
     def encode_stream(
-        self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
+        self, answer: Completion, *, answer_id: str, include_usage: bool = True
     ) -> list[bytes]:
         """See `ServerDialect.encode_stream`: the message's start with the prompt's tokens, a ping,
         the blocks one after the other, the stop reason with the usage of all, and the end. This

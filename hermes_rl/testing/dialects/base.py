@@ -86,12 +86,12 @@ class ServerDialect(ABC):
         """Raises: ValueError (UserError is one) when the body is not a request of this wire."""
 
     @abstractmethod
-    def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
+    def encode_answer(self, answer: Completion, *, answer_id: str) -> bytes:
         """An answer in one body."""
 
     @abstractmethod
     def encode_stream(
-        self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
+        self, answer: Completion, *, answer_id: str, include_usage: bool = True
     ) -> list[bytes]:
         """An answer as server-sent events."""
 

@@ -67,26 +67,26 @@ class ChatServer(ServerDialect):
             token_ids=bool(form.return_token_ids),
         )
 
-    def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
+    def encode_answer(self, answer: Completion, *, answer_id: str) -> bytes:
         """See `ServerDialect.encode_answer`."""
         choice: dict[str, Any] = {
             "index": 0,
             "message": _message_form(answer.message, self._reasoning_field),
             "finish_reason": answer.finish_reason,
         }
-        form = _envelope(answer, answer_id, created, "chat.completion")
+        form = _envelope(answer, answer_id, "chat.completion")
         form["choices"] = [choice]
         _add_tokens(form, choice, answer.tokens)
         form["usage"] = usage_form(answer, _write_usage)
         return encode_json(form)
 
     def encode_stream(
-        self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
+        self, answer: Completion, *, answer_id: str, include_usage: bool = True
     ) -> list[bytes]:
         """See `ServerDialect.encode_stream`: a role, pieces of reasoning, text and calls, the
         finish reason, usage, and the end mark."""
         size = self._piece_chars
-        base = _envelope(answer, answer_id, created, "chat.completion.chunk")
+        base = _envelope(answer, answer_id, "chat.completion.chunk")
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         form = _message_form(answer.message, self._reasoning_field)
         for name in ("reasoning_content", "reasoning", "thinking", "content"):
@@ -114,8 +114,8 @@ def decode_message(form: dict[str, Any]) -> Message:
     return message
 
 
-def _envelope(answer: Completion, answer_id: str, created: int, kind: str) -> dict[str, Any]:
-    form = {"id": answer_id, "object": kind, "created": created, "model": answer.served_model}
+def _envelope(answer: Completion, answer_id: str, kind: str) -> dict[str, Any]:
+    form = {"id": answer_id, "object": kind, "created": 0, "model": answer.served_model}
     if answer.policy_version is not None:
         form["policy_version"] = answer.policy_version
     return form

@@ -74,25 +74,25 @@ class ResponsesServer(ServerDialect):
             logprobs=LOGPROBS in (form.include or ()),
         )
 
-    def encode_answer(self, answer: Completion, *, answer_id: str, created: int = 0) -> bytes:
+    def encode_answer(self, answer: Completion, *, answer_id: str) -> bytes:
         """See `ServerDialect.encode_answer`."""
-        return encode_json(response_form(answer, answer_id, created))
+        return encode_json(response_form(answer, answer_id))
 
     def encode_stream(
-        self, answer: Completion, *, answer_id: str, created: int = 0, include_usage: bool = True
+        self, answer: Completion, *, answer_id: str, include_usage: bool = True
     ) -> list[bytes]:
         """See `ServerDialect.encode_stream`: the response begins, each item comes in pieces and
         is then sent whole, the response ends. The usage is always sent."""
-        return events_of(response_form(answer, answer_id, created), self._piece_chars)
+        return events_of(response_form(answer, answer_id), self._piece_chars)
 
 
-def response_form(answer: Completion, answer_id: str, created: int) -> dict[str, Any]:
+def response_form(answer: Completion, answer_id: str) -> dict[str, Any]:
     """The response object of an answer."""
     why = _STATUS.get(answer.finish_reason or "")
     form: dict[str, Any] = {
         "id": answer_id,
         "object": "response",
-        "created_at": created,
+        "created_at": 0,
         "status": "incomplete" if why else "completed",
         "error": None,
         "incomplete_details": {"reason": why} if why else None,

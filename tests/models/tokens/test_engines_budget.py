@@ -19,7 +19,7 @@ def events(log, kind):
 
 async def talk(client, log, budget):
     route = Route.single("toy", client, Limiter(4))
-    calling = ModelCaller([route], log, RetryPolicy(adapt=False), budget=budget)
+    calling = ModelCaller([route], log, RetryPolicy(), budget=budget)
     conversation = Conversation(user_turn(script("one", "two", "three")))
     request = ModelRequest("toy", conversation, "", tools=TOOLS, sampling=FREE, exact=True)
     for turn in (1, 2, 3):
