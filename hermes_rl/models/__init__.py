@@ -1,4 +1,4 @@
-"""Who answers. Dialects translate, transports carry; `hermes_rl.wiring` joins them."""
+"""Model clients: a dialect translates, a transport sends. `hermes_rl.wiring` joins the parts."""
 
 from __future__ import annotations
 

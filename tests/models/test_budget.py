@@ -82,6 +82,19 @@ BUDGET_STEPS = st.lists(
     steps=[("reserve", "a", 1), ("exchange", "a", 0), ("exchange", "a", 0), ("reserve", "a", 0)],
     limit=0,
 )
+@example(  # two workers, each of which could keep a part of what is left
+    steps=[
+        ("reserve", "a", 25),
+        ("reserve", "a", 6),
+        ("reserve", "a", 60),
+        ("exchange", "a", 0),
+        ("reserve", "a", 26),
+        ("reserve", "c", 2),
+        ("settle", "a", 0),
+        ("exchange", "c", 0),
+    ],
+    limit=92,
+)
 def test_budget_is_never_exceeded_by_concurrent_calls(steps, limit):
     asyncio.run(spend(steps, limit))
 

@@ -41,7 +41,7 @@ _WARNINGS = 2
 
 
 def main() -> None:
-    """Detach, take the lock of the one server, load the model, and serve until nobody holds it."""
+    """Detach, lock, load the model, and serve until no holder is left."""
     settings = msgspec.json.decode(
         sys.argv[1], type=ServerSettings, dec_hook=lambda kind, value: kind(value)
     )

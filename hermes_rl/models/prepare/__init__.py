@@ -1,4 +1,4 @@
-"""How the messages of a request are made from the stored ones."""
+"""Preparation of stored messages for sending."""
 
 from __future__ import annotations
 

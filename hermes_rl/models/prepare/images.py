@@ -74,7 +74,7 @@ def _size_of(file: bytes) -> tuple[int, int] | None:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(file)) as image:
                 return image.size
-    except Exception:  # a boundary: readers raise whatever they like at a broken file
+    except Exception:  # a boundary: readers raise any exception for a broken file
         return None
 
 
@@ -90,7 +90,7 @@ def _smaller(file: bytes) -> str | None:
             plain = opened if opened.mode in _PLAIN else opened.convert(_mode_for(opened))
             plain.thumbnail((MOST_SIDE, MOST_SIDE))
             return _written(ImageOps.exif_transpose(plain), kind)
-    except Exception:  # a boundary: readers raise whatever they like at a broken file
+    except Exception:  # a boundary: readers raise any exception for a broken file
         return None
 
 

@@ -285,8 +285,8 @@ def find_cut(messages: list[Message], start: int) -> int:
     before it is a user message, or an assistant message with calls (and its results)."""
     for place in range(len(messages) - 1, start, -1):
         here = messages[place]
-        speaks = isinstance(here, AssistantMessage) and has_text_or_calls(here)
-        if speaks and _is_closed(messages, start, place):
+        has_output = isinstance(here, AssistantMessage) and has_text_or_calls(here)
+        if has_output and _is_closed(messages, start, place):
             return place
     return start
 

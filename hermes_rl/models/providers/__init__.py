@@ -1,4 +1,4 @@
-"""Who answers: providers, keys, prices, routes and what an endpoint can do."""
+"""Providers, keys, prices, routes, and probes of endpoints."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ async def list_models(endpoint: Endpoint, *, seconds: float = _LIST_S) -> tuple[
 
     Raises:
         UserError: the address cannot work.
-        Outage: nobody answers there within `seconds`.
+        Outage: the endpoint does not answer within `seconds`.
         AuthError: the key is refused, or the certificate is not trusted.
     """
     endpoint.check()
@@ -261,7 +261,7 @@ class Probe:
     async def capabilities(self) -> Capabilities:
         """Find out what the model can do.
 
-        Raises: Outage when nobody answers there; AuthError for a key that is refused.
+        Raises: Outage if the endpoint does not answer; AuthError for a key that is refused.
         """
         listed = await list_models(self.endpoint)
         found = Capabilities(self.model, listed=None if listed is None else self.model in listed)

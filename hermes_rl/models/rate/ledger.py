@@ -116,20 +116,26 @@ class Ledger:
         free = account.held - sum(unit.held for unit in account.units)
         units = [unit for other in self._accounts.values() for unit in other.units]
         allowed = units_allowed_to_spend(units, left + free, costs, self._maximum)
-        waiting_units = [
-            u for u in account.units if u.need and (allowed is None or u.place in allowed)
-        ]
-        add = max(0, min(left, sum(unit.need for unit in waiting_units) - free))
+        waiting = {
+            name: [u for u in a.units if u.need and (allowed is None or u.place in allowed)]
+            for name, a in self._accounts.items()
+        }
+        needs = [unit.need for unit in waiting[worker]]
+        if worker != min((name for name in waiting if waiting[name]), default=worker):
+            # Only the first worker collects parts of a need: several would keep theirs forever.
+            while needs and sum(needs) > left + free:
+                needs.pop()
+        add = max(0, min(left, sum(needs) - free))
         others = (a for name, a in self._accounts.items() if name != worker)
-        waiting = any(unit.need for other in others for unit in other.units)
+        wanted = any(unit.need for other in others for unit in other.units)
         self._accounts[worker] = msgspec.structs.replace(account, held=account.held + add)
         return LeaseGrant(
             budget=self.name,
             add=add,
             most=self.limit - self.spent,
             unit=costs.unit or 0,
-            only=None if allowed is None else tuple(unit.place for unit in waiting_units),
-            recall=waiting or allowed is not None,
+            only=None if allowed is None else tuple(u.place for u in waiting[worker]),
+            recall=wanted or allowed is not None,
         )
 
     def remove(self, worker: str) -> None:

@@ -51,7 +51,7 @@ class Parsed:
     """The text in `<think>`; None if there is no such block."""
     calls: tuple[ParsedCall, ...] = ()
     suspected_unparsed: bool = False
-    """The model may have meant a call that nobody runs: see `models.has_unparsed_call`."""
+    """The answer may contain a call that was not parsed: see `models.has_unparsed_call`."""
 
     def message(self, text: str) -> AssistantMessage:
         """Return the message of an answer.

@@ -341,7 +341,7 @@ def _text(value: Any) -> str | None:
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Sources by name; a file of its own comes last and wins over what the configuration says."""
+    """Sources by name; a separate file comes last and overrides the configuration."""
     for form in (config, _json(folder / "chat_template.json")):
         value = form.get("chat_template")
         if isinstance(value, str):

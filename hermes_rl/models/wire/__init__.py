@@ -1,4 +1,4 @@
-"""Wire formats. A dialect translates between the internal form and one wire, both ways."""
+"""Wire formats. A dialect translates between the internal form and one wire."""
 
 from __future__ import annotations
 
