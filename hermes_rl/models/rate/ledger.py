@@ -122,7 +122,7 @@ class Ledger:
         }
         needs = [unit.need for unit in waiting[worker]]
         if worker != min((name for name in waiting if waiting[name]), default=worker):
-            # Only the first worker collects parts of a need: several would keep theirs forever.
+            # Only the first worker collects parts of a need: several would each keep one forever.
             while needs and sum(needs) > left + free:
                 needs.pop()
         add = max(0, min(left, sum(needs) - free))
