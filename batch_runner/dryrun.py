@@ -125,7 +125,7 @@ def pilot_run(
     Raises: as `dry_run` and `run_batch`.
     """
     plan = run_sync(dry_run(config))
-    pilot = Pilot.of(plan.units, plan.done + plan.given_up)
+    pilot = Pilot.for_run(plan.units, plan.done + plan.given_up)
     report = run_batch(config, progress=progress, pilot=pilot)
     still = plan.units - report.done - report.given_up
     return plan, report, forecast_costs(Path(plan.path), max(0, still))
@@ -135,7 +135,7 @@ async def dry_run(config: RunConfig) -> Forecast:
     """Survey a run. Raises: UserError; StoreError when the run directory is of another kind."""
     settings = resolve_settings(config)
     reader = open_reader(settings)
-    await asyncio.to_thread(reader.prime)
+    await asyncio.to_thread(reader.check_first_row)
     run_dir = RunDir(settings.out)
     ledger = await asyncio.to_thread(_ledger, run_dir, settings)
     await asyncio.to_thread(refuse_other_dataset, settings, run_dir, ledger)

@@ -114,7 +114,7 @@ class UnitReader:
         self._units: Iterator[Unit] = iter(())
         """The remaining units of the last row."""
 
-    def prime(self) -> None:
+    def check_first_row(self) -> None:
         """Read the first row, so that unreadable datasets are reported before anything starts.
 
         Raises: UserError for no such dataset, an unknown kind, no rows, or no `prompt`.
@@ -228,7 +228,7 @@ class Pilot:
     units: int
 
     @classmethod
-    def of(cls, units: int, ended: int) -> Pilot:
+    def for_run(cls, units: int, ended: int) -> Pilot:
         """The pilot of a run.
 
         Args:
@@ -239,7 +239,7 @@ class Pilot:
         missing = max(0, wanted - ended)
         return cls(every=max(1, (units - ended) // missing) if missing else 1, units=missing)
 
-    def picks(self, place: int) -> bool:
+    def selects(self, place: int) -> bool:
         """Whether the open unit at this position is run: a random one of every `every`, since a
         dataset may be periodic."""
         block, within = divmod(place, self.every)
@@ -289,11 +289,11 @@ class Plan:
         self.counts.rows = reader.rows
         self.counts.bad_rows = reader.bad_rows
         self.counts.complete = reader.ended
-        return items if self.pilot is None else [i for i in items if self._pick(self.pilot)]
+        return items if self.pilot is None else [i for i in items if self._select(self.pilot)]
 
-    def _pick(self, pilot: Pilot) -> bool:
+    def _select(self, pilot: Pilot) -> bool:
         """Whether the pilot runs the next open unit."""
-        picked = self._picked < pilot.units and pilot.picks(self._open)
+        picked = self._picked < pilot.units and pilot.selects(self._open)
         self._open += 1
         self._picked += picked
         return picked

@@ -118,15 +118,15 @@ class WorkerActor:
 
     async def send(self, item: bytes) -> None:
         """Start an attempt."""
-        await self._opened().send(decode_item(item))
+        await self._require_worker().send(decode_item(item))
 
     async def poll(self, wait_s: float) -> bytes:
         """Return receipts since the last poll, after a short wait. Also the heartbeat."""
-        return encode(await self._opened().poll(wait_s, GATHER_S))
+        return encode(await self._require_worker().poll(wait_s, GATHER_S))
 
     async def share(self, grant: bytes) -> bytes:
         """Follow a grant of the coordinator; return the next report."""
-        share = self._opened().share
+        share = self._require_worker().share
         share.take_grant(decode_grant(grant))
         return encode(await share.next_report())
 
@@ -134,15 +134,15 @@ class WorkerActor:
         """Publish finished attempts and close the journal."""
         if self._watch is not None:
             self._watch.cancel()  # publishing may take longer than a lease
-        return encode(await self._opened().close())
+        return encode(await self._require_worker().close())
 
-    def _opened(self) -> Worker:
+    def _require_worker(self) -> Worker:
         assert self._worker is not None
         return self._worker
 
     async def _end_after_lost_lease(self) -> None:
-        await self._opened().wait_for_lost_lease()
-        await self._opened().kill()
+        await self._require_worker().wait_for_lost_lease()
+        await self._require_worker().kill()
         # Ray would keep the process for a driver that may have ended.
         os._exit(1)
 

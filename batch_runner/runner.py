@@ -92,7 +92,7 @@ async def arun_batch(
     settings = resolve_settings(config)
     refuse_unpriced(config)
     reader = open_reader(settings)
-    await asyncio.to_thread(reader.prime)
+    await asyncio.to_thread(reader.check_first_row)
     probed = await reach(settings.config, settings.keys)
     section = settings.config.run
     options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
@@ -187,7 +187,7 @@ class _Run:
                     await self._warn_of_network()
                     await self._open_images()
                     await self._choose_workers()
-                    await self._started(interrupts)
+                    await self._run_workers(interrupts)
         finally:
             ticker.cancel()
             if self.images is not None:
@@ -205,9 +205,11 @@ class _Run:
         path = Path(dataset.path).expanduser()
         if network is not False or not path.is_dir():
             return
-        from hermes_rl.task_folders import network_wish  # most datasets have no folders
+        from hermes_rl.task_folders import (
+            describe_network_requests,  # most datasets have no folders
+        )
 
-        if wish := await asyncio.to_thread(network_wish, path, dataset.limit):
+        if wish := await asyncio.to_thread(describe_network_requests, path, dataset.limit):
             self.progress.note(
                 f"warning: {wish}, which is off. Use --network on, or --network HOSTS"
             )
@@ -244,7 +246,7 @@ class _Run:
                 f"running in this process: fewer than {SMALL_UNITS} units (--workers N starts Ray)"
             )
 
-    async def _started(self, interrupts: Interrupts) -> None:
+    async def _run_workers(self, interrupts: Interrupts) -> None:
         """Start workers and run the units. Ctrl-C while Ray starts cancels the start."""
         config, run_dir = self.settings.config, self.driver.run_dir
         self.coordinator = await asyncio.to_thread(
@@ -258,7 +260,7 @@ class _Run:
             except KeyboardInterrupt:
                 return
             if self.source.stop is None:
-                await self._watched(start, self.coordinator)
+                await self._run_monitored(start, self.coordinator)
 
     def _worker_spec(self) -> WorkerSpec:
         settings, driver, run = self.settings, self.driver, self.settings.config.run
@@ -275,11 +277,11 @@ class _Run:
             tokens=self.tokens,
         )
 
-    async def _watched(self, start: StartWorker, coordinator: Coordinator) -> None:
+    async def _run_monitored(self, start: StartWorker, coordinator: Coordinator) -> None:
         """Run the units, and monitor endpoints meanwhile."""
         watching = asyncio.create_task(self.monitor.run(coordinator))
         try:
-            await self._work(start)
+            await self._dispatch_all(start)
         finally:
             watching.cancel()
             await asyncio.wait((watching,))
@@ -314,7 +316,7 @@ class _Run:
                 "the next start tries them again"
             )
 
-    async def _work(self, start: StartWorker) -> None:
+    async def _dispatch_all(self, start: StartWorker) -> None:
         settings = self.settings
         workers, lease_s = settings.workers or 0, settings.config.run.lease_s
         fleet = Fleet(max(1, workers), settings.concurrency, 1 if workers else 0, lease_s)

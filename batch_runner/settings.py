@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
 from hermes_rl.config_endpoint import EnvSection
-from hermes_rl.definitions import in_terms_of, with_switches_of
+from hermes_rl.definitions import adapt_identity, adapt_switches
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
@@ -129,12 +129,12 @@ def resolve_settings(config: RunConfig) -> Settings:
     keys = _keys(config)
     out = RunDir(config.run.out or default_out(config)).path
     before = _identity_at(out)
-    config = with_switches_of(config, before)
+    config = adapt_switches(config, before)
     identity = identity_of(config)
     if opened is not None:
         identity["env"] = opened.identity
     if before:
-        identity = in_terms_of(before, identity)
+        identity = adapt_identity(before, identity)
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
     workers = None if config.run.workers == "auto" else min(config.run.workers, concurrency)
     run = config.run.model_copy(update={"out": str(out), "concurrency": concurrency})

@@ -167,7 +167,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+def adapt_switches(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     """Adapt the switches to a run of another version: switches that it did not have get the default
     of that version unless the user sets them; removed switches are left out.
 
@@ -183,7 +183,7 @@ def with_switches_of(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update={"agent": agent})
 
 
-def in_terms_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def adapt_identity(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Express an identity with the keys of an earlier version: unset keys that it did not have are
     left out, and removed keys keep their value. A run without other changes keeps its hash."""
 

@@ -57,7 +57,7 @@ def find_leaks(text: str) -> list[Leak]:
     """The secrets in a text: known ones of this process, and texts that look like one."""
     data = text.encode("utf-8", "surrogatepass")
     known = [Leak(f"value of {f.name}", f"{f.end - f.start} bytes") for f in SECRETS.find(data)]
-    return [*known, *_look_alikes(text)]
+    return [*known, *_find_key_like_texts(text)]
 
 
 def leaks_of_row(row: Mapping[str, Any]) -> Iterator[tuple[str, Leak]]:
@@ -67,7 +67,7 @@ def leaks_of_row(row: Mapping[str, Any]) -> Iterator[tuple[str, Leak]]:
             yield column, leak
 
 
-def _look_alikes(text: str) -> Iterator[Leak]:
+def _find_key_like_texts(text: str) -> Iterator[Leak]:
     for kind, pattern in _PATTERNS.items():
         for match in pattern.finditer(text):
             if kind == "password in a URL":

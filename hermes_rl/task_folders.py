@@ -107,7 +107,7 @@ def build_contexts(path: Path, limit: int | None = None) -> dict[str, BuildConte
     return found
 
 
-def network_wish(path: Path, limit: int | None = None) -> str | None:
+def describe_network_requests(path: Path, limit: int | None = None) -> str | None:
     """How many tasks of a folder ask for the network, in one line; None for none, and for what is
     not a folder of tasks.
 

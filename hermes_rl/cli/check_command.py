@@ -102,14 +102,14 @@ def _check_dataset(
 ) -> int:
     from hermes_rl.cli import check_dataset
     from hermes_rl.sources import read_tasks
-    from hermes_rl.task_folders import network_wish
+    from hermes_rl.task_folders import describe_network_requests
 
     found = check_dataset.inspect_rows(
         _print_progress(read_tasks(dataset, columns=columns, limit=limit))
     )
     if not found.rows:
         raise UserError(f"{dataset}: the dataset holds no rows. Check the file, or --limit")
-    found.absent = asyncio.run(check_dataset.absent_programs(found.requires))
+    found.absent = asyncio.run(check_dataset.find_missing_programs(found.requires))
     result: dict[str, Any] = {
         "rows": found.rows,
         "bad": found.faults,
@@ -119,7 +119,7 @@ def _check_dataset(
         "outside_workspace": found.unplaced,
         "requires": sorted(found.requires),
         "absent": found.absent,
-        "network": network_wish(Path(dataset).expanduser(), limit),
+        "network": describe_network_requests(Path(dataset).expanduser(), limit),
     }
     if not as_json:
         _print_faults(found.faults)
@@ -217,9 +217,9 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
 
 
 def _check_secrets(path: Path, as_json: bool) -> int:
-    from hermes_rl.cli.check_run import secrets_in, unsearched
+    from hermes_rl.cli.check_run import count_workspace_archives, secrets_in
 
-    found, archives = list(secrets_in(path)), unsearched(path)
+    found, archives = list(secrets_in(path)), count_workspace_archives(path)
     if as_json:
         result = {"secrets": found, "archives_not_searched": archives}
         print(json.dumps(result, ensure_ascii=False))

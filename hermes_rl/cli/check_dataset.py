@@ -54,13 +54,13 @@ def inspect_rows(rows: Iterable[TaskRow]) -> Findings:
     kept: list[tuple[int, str, str, str]] = []
     for row in rows:
         _count(row, found, seen, faults)
-        faults += [(row.index, fault) for fault in duplicate_id(row, ids)]
-        faults += [(row.index, f"{row.place}: {fault}") for fault in unknown_tools(row.task)]
+        faults += [(row.index, fault) for fault in find_duplicate_id(row, ids)]
+        faults += [(row.index, f"{row.place}: {fault}") for fault in find_unknown_tools(row.task)]
         kept += [(row.index, row.place, name, script) for name, script in scripts(row.task)]
         if len(kept) >= _SCRIPTS_AT_ONCE:
-            faults += _unparsable(kept)
+            faults += _script_faults(kept)
             kept.clear()
-    faults += _unparsable(kept)
+    faults += _script_faults(kept)
     found.faults = [text for _, text in sorted(faults, key=lambda fault: fault[0])]
     return found
 
@@ -80,7 +80,7 @@ def _count(row: TaskRow, found: Findings, seen: set[bytes], faults: list[tuple[i
     found.requires.update(row.task.requires)
 
 
-def duplicate_id(row: TaskRow, ids: dict[str, tuple[bytes, str]]) -> Iterator[str]:
+def find_duplicate_id(row: TaskRow, ids: dict[str, tuple[bytes, str]]) -> Iterator[str]:
     """Whether an earlier row with other content has the same id.
 
     Args:
@@ -101,7 +101,7 @@ def _names_workspace(verifier: Verify) -> bool:
     return any(b"WORKSPACE" in text or b"/workspace" in text for text in texts)
 
 
-def unknown_tools(task: Task | None) -> Iterator[str]:
+def find_unknown_tools(task: Task | None) -> Iterator[str]:
     """Errors in the toolsets and the distribution of a row, which would fail its unit."""
     if task is None:
         return
@@ -113,7 +113,7 @@ def unknown_tools(task: Task | None) -> Iterator[str]:
         yield str(error)
 
 
-def _unparsable(kept: Iterable[tuple[int, str, str, str]]) -> Iterator[tuple[int, str]]:
+def _script_faults(kept: Iterable[tuple[int, str, str, str]]) -> Iterator[tuple[int, str]]:
     """Errors of scripts that bash refuses.
 
     Args:
@@ -185,7 +185,7 @@ def scripts(task: Task | None) -> list[tuple[str, str]]:
     return [(name, script) for name, script in named if script]
 
 
-async def absent_programs(programs: Iterable[str]) -> list[str]:
+async def find_missing_programs(programs: Iterable[str]) -> list[str]:
     """Find programs that the default sandbox lacks. Raises: SandboxStartError."""
     wanted = sorted(programs)
     if not wanted:

@@ -98,7 +98,7 @@ def _print(path: Path, check: TokenCheck | None, masks: list[MaskCheck], faults:
     if check is not None:
         shown = [*check.forks, *check.others][:SHOWN]
         for row in shown:
-            print(line_of(row))
+            print(format_entry(row))
         if check.counts["segments"] > len(shown):
             print(f"... and {check.counts['segments'] - len(shown):,} more (--json has them all)")
     for fault in faults[:SHOWN]:
@@ -106,7 +106,7 @@ def _print(path: Path, check: TokenCheck | None, masks: list[MaskCheck], faults:
     if len(faults) > SHOWN:
         print(f"... and {len(faults) - SHOWN} more faults", file=sys.stderr)
     if check is not None:
-        print(f"{path}: {summary_of(check)}")
+        print(f"{path}: {format_summary(check)}")
         if (check.fork_rate or 0.0) > MANY_FORKS:
             print(f"warning: more than {MANY_FORKS:.0%} of histories forked", file=sys.stderr)
     for one in masks:
@@ -256,14 +256,14 @@ class TokenCheck:
         for segment in rollout.segments:
             self._count(segment)
         if not rollout.row_errors:
-            self._explain(rollout)
+            self._add_entries(rollout)
 
-    def _explain(self, rollout: Rollout) -> None:
+    def _add_entries(self, rollout: Rollout) -> None:
         for segment in rollout.segments:
             renderer = self.renderers.of(segment)
             if renderer is not None:
-                self.counts.update(ends_of(segment, renderer))
-            entry = explanation(rollout, segment, renderer)
+                self.counts.update(classify_ends(segment, renderer))
+            entry = describe_segment(rollout, segment, renderer)
             self.counts["identical"] += entry.get("renders") == "identical"
             self.counts["drifting"] += entry.get("renders", "identical") != "identical"
             rows = self.forks if entry["verdict"] == "forked" else self.others
@@ -346,7 +346,7 @@ def _tokenizer_faults(segments: Sequence[Row], renderers: Renderers) -> Iterator
             yield f"{branch} begins twice with {doubled!r}"
 
 
-def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
+def classify_ends(segment: Row, renderer: Renderer) -> Iterator[str]:
     """`ended` or `unended` for each answer that stopped by itself. A stop string may end one
     without an end token; if all lack it, the end tokens were lost."""
     for reason, run in zip(segment["finish_reasons"], answer_spans(segment), strict=True):
@@ -355,7 +355,7 @@ def ends_of(segment: Row, renderer: Renderer) -> Iterator[str]:
             yield "ended" if last in renderer.end_ids else "unended"
 
 
-def explanation(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Row:
+def describe_segment(rollout: Rollout, segment: Row, renderer: Renderer | None) -> Row:
     """Describe one segment."""
     runs = [run for run in answer_spans(segment) if run.trained]
     entry: Row = {
@@ -430,7 +430,7 @@ def _render_again(rollout: Rollout, segment: Row, renderer: Renderer) -> str:
     return f"{place}: {was} {renderer.decode(was)!r} became {now} {renderer.decode(now)!r}"
 
 
-def line_of(entry: Row) -> str:
+def format_entry(entry: Row) -> str:
     """The line of an entry."""
     turns = entry["turns"]
     span = f"turn {turns[0]}" if len(turns) == 1 else f"turns {turns[0]}-{turns[-1]}"
@@ -455,7 +455,7 @@ def _change(fork: Row) -> str:
     return f", {was} of branch {fork['from']} became {now}"
 
 
-def summary_of(check: TokenCheck) -> str:
+def format_summary(check: TokenCheck) -> str:
     """The totals, in one line."""
     n = check.counts
     text = (

@@ -152,7 +152,7 @@ def secrets_in(run: Path) -> Iterator[str]:
             yield from _in_text(path)
 
 
-def unsearched(run: Path) -> int:
+def count_workspace_archives(run: Path) -> int:
     """How many archives of workspaces there are, which are not searched."""
     return sum(1 for path in run.glob("workspaces/*") if path.suffix not in _TEXT)
 

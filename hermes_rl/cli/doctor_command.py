@@ -270,8 +270,8 @@ def models(query: Query = Query()) -> list[Finding]:
     Raises: UserError for an invalid endpoint or a key that is not set.
     """
     if query.model is not None:
-        return _explored(query)
-    return [*_providers(query), *_printed_keys(query), *_embedded(), *_dialects()]
+        return _probe_endpoint(query)
+    return [*_providers(query), *_printed_keys(query), *_embedded_models(), *_dialects()]
 
 
 def _config(query: Query) -> RunConfig:
@@ -341,7 +341,7 @@ def _printed_keys(query: Query) -> list[Finding]:
     return found
 
 
-def _embedded() -> list[Finding]:
+def _embedded_models() -> list[Finding]:
     from hermes_rl.config import LOCAL_MODELS
     from hermes_rl.models.local import cache_folder, find_weights
 
@@ -369,7 +369,7 @@ def _dialects() -> list[Finding]:
     ]
 
 
-def _explored(query: Query) -> list[Finding]:
+def _probe_endpoint(query: Query) -> list[Finding]:
     from hermes_rl.aio import run_sync
     from hermes_rl.models.providers import (
         Keys,
@@ -387,7 +387,7 @@ def _explored(query: Query) -> list[Finding]:
     try:
         probe = Probe(endpoint, query.model, extra=target.extra, prices=target.prices)
         found = run_sync(probe.capabilities())
-        exact = _exact(where, endpoint, query.model)
+        exact = _exact_token_findings(where, endpoint, query.model)
     except HermesError as error:
         return [Finding("endpoint", endpoint.host, False, str(error))]
     provider = target.place.provider or "no known provider"
@@ -395,7 +395,7 @@ def _explored(query: Query) -> list[Finding]:
     return [head, *_findings(found), *exact, *_calls(found.calls)]
 
 
-def _exact(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Finding]:
+def _exact_token_findings(where: EndpointSection, endpoint: Endpoint, model: str) -> list[Finding]:
     """How a run would get token ids with prompts of ids, if a tokenizer is set.
 
     Raises: UserError for a tokenizer that cannot be loaded, or a way that is not supported.

@@ -22,29 +22,10 @@ Mode = Literal["process", "evaluate"]
 
 app = make_app("RL environments: groups of rollouts as a run, an evaluation, a new environment.")
 
-_ENV_FLAGS = {
-    "env": run.Flag(
-        "env.name",
-        "NAME, package.module:Class, a folder or file.py:Class",
-        "ENV",
-        name=run.ARGUMENT,
-    ),
-    "model": run.FLAGS["model"],
-    "split": run.Flag("env.split", "Of the task stream", "NAME"),
-    "env_seed": run.Flag("env.seed", "Seed of the task stream [0]", kind=int | None),
-    "limit": run.Flag("dataset.limit", "Only the first tasks", kind=int | None),
-    "repeats": run.Flag(
-        "dataset.repeats", "Rollouts per task [the group size; 1 in evaluate]", kind=int | None
-    ),
-    "judge": run.Flag("env.judge.name", "Model that judges", "NAME"),
-    "user": run.Flag("env.user.name", "Model that plays users", "NAME"),
-}
-_CHANGED = {
-    "out": run.Flag("run.out", "Run directory [runs/ENV-MODEL]", "DIR"),
-    "preset": run.Flag("agent.preset", "datagen, interactive or rl [rl]", "NAME"),
-}
-_ABSENT = {"dataset", "columns", "pilot", "checkpoint_turns", *_ENV_FLAGS}
-FLAGS = _ENV_FLAGS | {k: v for k, v in run.FLAGS.items() if k not in _ABSENT} | _CHANGED
+_ABSENT = ("dataset", "columns", "pilot", "checkpoint_turns")
+_FIRST = ("env", "model", "split", "env_seed", "limit", "repeats", "judge", "user")
+_ALL = run.OPTIONS | run.load_options("env")
+OPTIONS = {name: _ALL[name] for name in dict.fromkeys((*_FIRST, *_ALL)) if name not in _ABSENT}
 """Parameter -> its option, in the order of the help."""
 
 
@@ -60,7 +41,7 @@ def _work(mode: Mode) -> Callable[[dict[str, Any]], int]:
 
 app.command("process")(
     run.make_command(
-        FLAGS,
+        OPTIONS,
         "Roll out groups of an environment's tasks as a run; the same command resumes.\n\n"
         "Example: hermes-rl env process my_env --model my-model --base-url "
         "http://127.0.0.1:8000/v1 --limit 100 --repeats 8",
@@ -69,7 +50,7 @@ app.command("process")(
 )
 app.command("evaluate")(
     run.make_command(
-        FLAGS,
+        OPTIONS,
         "Evaluate a model on the split eval; also writes metrics.json and samples.jsonl.\n\n"
         "Example: hermes-rl env evaluate my_env --model my-model --limit 200",
         _work("evaluate"),
@@ -173,7 +154,7 @@ def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
 
     _find_modules_here()
     file: Path | None = values["config"]
-    data, written = run.merge_options(values, FLAGS)
+    data, written = run.merge_options(values, OPTIONS)
     check_keys(data, f"env {mode}", written)
     env = data.get("env")
     example = f"hermes-rl env {mode} my_env --model my-model"
@@ -207,7 +188,7 @@ async def _evaluate(config: RunConfig, as_json: bool) -> int:
     from batch_runner import arun_batch, open_hosts
     from hermes_rl.rl import write_evaluation
 
-    progress = run.progress_of(as_json)
+    progress = run.make_progress(as_json)
     async with open_hosts() as hosts:
         report = await arun_batch(config, progress=progress, hosts=hosts)
         run.print_report(report, progress)

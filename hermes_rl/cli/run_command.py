@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,102 +19,65 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Flag:
-    """One option of a command that runs a configuration; without a value it sets nothing."""
+class Option:
+    """One option of a command that runs a configuration; without a value it sets nothing. See
+    options.toml for its fields."""
 
     key: str
-    """The key of the configuration that it sets; empty for an option of the command itself."""
-    text: str
-    """Its help."""
-    value: str | None = None
-    """The name of its value in the help."""
-    kind: Any = str | None
-    name: str = ""
-    """Of the option, where it is not that of the parameter; `<argument>` for a positional one."""
+    help: str
+    value: str | None
+    type: Any
+    name: str
 
     def parameter(self, name: str) -> inspect.Parameter:
         """The parameter that typer reads from the signature of a function."""
-        default = False if self.kind is bool else None
+        default = False if self.type is bool else None
         if self.name == ARGUMENT:
-            info = typer.Argument(default, help=self.text, metavar=self.value, show_default=False)
+            info = typer.Argument(default, help=self.help, metavar=self.value, show_default=False)
         else:
             spelled = self.name or f"--{name.replace('_', '-')}"
             info = typer.Option(
-                default, spelled, help=self.text, metavar=self.value, show_default=False
+                default, spelled, help=self.help, metavar=self.value, show_default=False
             )
         kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, kind, default=info, annotation=self.kind)
+        return inspect.Parameter(name, kind, default=info, annotation=self.type)
 
 
 ARGUMENT = "<argument>"
-_WHOLE, _NUMBER, _SWITCH, _MANY = int | None, float | None, bool | None, list[str] | None
-
-FLAGS = {
-    "dataset": Flag("dataset.path", "File, folder, Hugging Face name, or smoke", name=ARGUMENT),
-    "model": Flag("model.name", "Model; also local, oracle or noop", "NAME"),
-    "provider": Flag("endpoint.provider", "Known provider (see doctor models) [openai]", "NAME"),
-    "base_url": Flag("endpoint.base_url", "Endpoint", "URL"),
-    "api_key_env": Flag(
-        "endpoint.api_key_env", "Variable that holds the key; A,B take turns", "NAME"
-    ),
-    "api_mode": Flag("endpoint.api_mode", "Dialect", "MODE"),
-    "transport": Flag("endpoint.transport", "http or sdk", "KIND"),
-    "model_path": Flag("endpoint.model_path", "Weights for --model local", "FILE"),
-    "out": Flag("run.out", "Run directory [runs/DATASET-MODEL]", "DIR"),
-    "repeats": Flag("dataset.repeats", "Rollouts per row [1]", kind=_WHOLE),
-    "limit": Flag("dataset.limit", "Only the first rows", kind=_WHOLE),
-    "toolsets": Flag("agent.toolsets", "Toolsets [terminal,file]", "A,B"),
-    "distribution": Flag("agent.distribution", "Draw toolsets per unit from this", "NAME"),
-    "system_prompt": Flag("agent.system_prompt", "In place of the preset's; @FILE reads a file"),
-    "preset": Flag("agent.preset", "datagen, interactive or rl [datagen]", "NAME"),
-    "max_turns": Flag("agent.limits.max_turns", "Model calls per unit [30]", kind=_WHOLE),
-    "temperature": Flag("model.temperature", "Sampling temperature", kind=_NUMBER),
-    "max_tokens": Flag("model.max_tokens", "Output tokens per call", kind=_WHOLE),
-    "seed": Flag(
-        "agent.seed",
-        "All units' seeds derive from it, and are sent to the model [not sent]",
-        kind=_WHOLE,
-    ),
-    "workers": Flag("run.workers", "Ray workers; 0: none [auto: 0 under 200 units]", "N|auto"),
-    "concurrency": Flag("run.concurrency", "Rollouts in flight over all workers [64]", kind=_WHOLE),
-    "max_attempts": Flag("run.max_attempts", "Failures until a unit is given up [3]", kind=_WHOLE),
-    "retry_failed": Flag("run.retry_failed", "Open again what was given up", kind=_SWITCH),
-    "sandbox": Flag(
-        "sandbox.backend", "bubblewrap, docker, podman, ssh, apptainer, none [bubblewrap]", "KIND"
-    ),
-    "hosts": Flag("sandbox.hosts", "Machines of --sandbox ssh: USER@HOST:PORT", "A,B"),
-    "image": Flag("sandbox.image", "Root of the sandbox", "IMAGE"),
-    "network": Flag(
-        "sandbox.network", "off, on, or hosts: pypi.example,*.example.org:8080 [off]", "HOSTS"
-    ),
-    "checkpoint_turns": Flag(
-        "run.checkpoint_turns", "Keep a checkpoint of each rollout every N turns", kind=_WHOLE
-    ),
-    "allow_unsandboxed": Flag(
-        "run.allow_unsandboxed",
-        "Permit --sandbox none, and ssh to machines without bubblewrap",
-        kind=_SWITCH,
-    ),
-    "budget_usd": Flag(
-        "run.budget_usd", "US dollars for the whole run, resumed or not", kind=_NUMBER
-    ),
-    "max_seconds": Flag(
-        "agent.limits.max_seconds", "Active time per unit, in seconds [1800]", kind=_NUMBER
-    ),
-    "config": Flag("", "YAML with all of this", "FILE", Path | None),
-    "settings": Flag("", "Any key of the configuration", "A.B=C", _MANY, "--set"),
-    "columns": Flag("", "Rename a column", "prompt=COLUMN", _MANY, "--map"),
-    "dry_run": Flag("", "Say what would run", kind=bool),
-    "pilot": Flag("", "With --dry-run: run 1 % (5 units or more), forecast the cost", kind=bool),
-    "as_json": Flag("", "One JSON event a line on stdout", kind=bool, name="--json"),
+_TYPES: dict[str, Any] = {
+    "text": str | None,
+    "int": int | None,
+    "float": float | None,
+    "list": list[str] | None,
+    "path": Path | None,
+    "switch": bool | None,
+    "flag": bool,
 }
-"""Parameter -> its option, in the order of the help."""
+
+
+def load_options(command: str) -> dict[str, Option]:
+    """The options of a command in options.toml by parameter, in the order of the help."""
+    text = Path(__file__).with_name("options.toml").read_text(encoding="utf-8")
+    tables: dict[str, dict[str, str]] = tomllib.loads(text)[command]
+    return {
+        name: Option(
+            key=table.get("key", ""),
+            help=table["help"],
+            value=table.get("value"),
+            type=_TYPES[table.get("type", "text")],
+            name=table.get("option", ""),
+        )
+        for name, table in tables.items()
+    }
+
+
+OPTIONS = load_options("run")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON event a line on stdout")]
 
 
 def make_command(
-    flags: Mapping[str, Flag], about: str, work: Callable[[dict[str, Any]], int]
+    options: Mapping[str, Option], about: str, work: Callable[[dict[str, Any]], int]
 ) -> Callable[..., int]:
     """Make a command for typer, which reads options from a function's signature.
 
@@ -125,7 +89,7 @@ def make_command(
     def command(**values: Any) -> int:
         return work(values)
 
-    parameters = [flag.parameter(name) for name, flag in flags.items()]
+    parameters = [option.parameter(name) for name, option in options.items()]
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__doc__ = about
     return command
@@ -141,7 +105,7 @@ def _run(values: dict[str, Any]) -> int:
 
 
 command = make_command(
-    FLAGS,
+    OPTIONS,
     "Generate trajectories from a dataset. The same command resumes.\n\n"
     "Example: hermes-rl run tasks.jsonl --model gpt-5-mini --repeats 4 --concurrency 32. "
     "Kill it and run it again: what is finished is not run or paid twice.",
@@ -154,7 +118,7 @@ def _config(values: dict[str, Any]) -> RunConfig:
     UserError."""
     from hermes_rl.config import check_keys, parse_config, set_key
 
-    data, written = merge_options(values, FLAGS)
+    data, written = merge_options(values, OPTIONS)
     for name, column in parse_column_map(values["columns"]).items():
         set_key(data, f"dataset.map.{name}", column)
     check_keys(data, "run", written)
@@ -173,7 +137,7 @@ def require_model(data: dict[str, Any], example: str) -> None:
 
 
 def merge_options(
-    values: dict[str, Any], flags: Mapping[str, Flag]
+    values: dict[str, Any], options: Mapping[str, Option]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge options into plain data of a configuration: flags override --set, which overrides
     --config.
@@ -194,10 +158,10 @@ def merge_options(
         key, value = parse_assignment(text)
         set_key(data, key, value)
         written[key] = f"--set {text}"
-    for name, flag in flags.items():
-        if flag.key and values[name] is not None:
-            set_key(data, flag.key, _value(name, values[name]))
-            written[flag.key] = f"--{name.replace('_', '-')} {values[name]}"
+    for name, option in options.items():
+        if option.key and values[name] is not None:
+            set_key(data, option.key, _value(name, values[name]))
+            written[option.key] = f"--{name.replace('_', '-')} {values[name]}"
     return data, written
 
 
@@ -214,13 +178,13 @@ def run_and_report(config: RunConfig, as_json: bool) -> Report:
     """Run a configuration, with progress and report on the terminal."""
     from batch_runner import run_batch
 
-    progress = progress_of(as_json)
+    progress = make_progress(as_json)
     report = run_batch(config, progress=progress)
     print_report(report, progress)
     return report
 
 
-def progress_of(as_json: bool) -> Progress:
+def make_progress(as_json: bool) -> Progress:
     """The progress display of a run."""
     from batch_runner import JsonEvents, default_progress
 
@@ -246,7 +210,7 @@ def print_lines(lines: Iterable[str]) -> None:
 def _pilot(config: RunConfig, as_json: bool) -> int:
     from batch_runner import JsonEvents, pilot_run
 
-    progress = progress_of(as_json)
+    progress = make_progress(as_json)
     plan, report, forecast = pilot_run(config, progress)
     if isinstance(progress, JsonEvents):
         progress.event("forecast", **plan.as_dict(), costs=forecast.as_dict())

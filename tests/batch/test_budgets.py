@@ -183,15 +183,15 @@ async def test_a_pilot_forecasts_and_its_units_count(bench: Bench) -> None:
 
 
 def test_size_of_a_pilot() -> None:
-    assert Pilot.of(3, 0) == Pilot(every=1, units=3)
-    assert Pilot.of(30, 2) == Pilot(every=9, units=3)
-    assert Pilot.of(100_000, 0) == Pilot(every=100, units=1000)
-    assert Pilot.of(1000, 50).units == 0
+    assert Pilot.for_run(3, 0) == Pilot(every=1, units=3)
+    assert Pilot.for_run(30, 2) == Pilot(every=9, units=3)
+    assert Pilot.for_run(100_000, 0) == Pilot(every=100, units=1000)
+    assert Pilot.for_run(1000, 50).units == 0
 
 
 def test_pilot_sampling_is_not_periodic() -> None:
-    pilot = Pilot.of(4000, 0)
-    picked = [place for place in range(4000) if pilot.picks(place)]
+    pilot = Pilot.for_run(4000, 0)
+    picked = [place for place in range(4000) if pilot.selects(place)]
     assert len(picked) == 40
     kinds = [sum(place % 4 == kind for place in picked) for kind in range(4)]
     assert min(kinds) >= 3

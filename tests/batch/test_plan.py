@@ -143,10 +143,10 @@ def test_deeply_nested_rows_are_separate_units(
     assert len({unit.unit_id for unit in units}) == 3
 
 
-def test_prime_reports_unreadable_datasets(tmp_path: Path) -> None:
+def test_check_first_row_reports_unreadable_datasets(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"found: question\)\. Try --map prompt="):
-        reader([{"question": "x"}]).prime()
+        reader([{"question": "x"}]).check_first_row()
     with pytest.raises(UserError, match="no rows"):
-        reader([]).prime()
+        reader([]).check_first_row()
     with pytest.raises(UserError, match="no such file"):
-        UnitReader(read_rows(str(tmp_path / "none.jsonl")), HASH, 1).prime()
+        UnitReader(read_rows(str(tmp_path / "none.jsonl")), HASH, 1).check_first_row()

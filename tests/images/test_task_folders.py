@@ -10,7 +10,7 @@ from image_kit import HARBOR, harbor_task
 from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.sources import read_tasks
-from hermes_rl.task_folders import build_contexts, network_wish
+from hermes_rl.task_folders import build_contexts, describe_network_requests
 from hermes_rl.tasks import TaskRow
 
 
@@ -199,8 +199,8 @@ def test_requests_for_the_network_are_detected(tmp_path: Path, table: str, asks:
     harbor_task(tmp_path / "a", {}, toml="")
     harbor_task(tmp_path / "b", {}, toml=table)
     line = "1 of 2 tasks ask for the network (first: b)"
-    assert network_wish(tmp_path) == (line if asks else None)
-    assert network_wish(tmp_path, 1) is None
+    assert describe_network_requests(tmp_path) == (line if asks else None)
+    assert describe_network_requests(tmp_path, 1) is None
 
 
 def test_a_run_warns_once_that_tasks_request_the_network(

@@ -6,7 +6,7 @@ import pytest
 
 from hermes_rl.agent import WORDINGS
 from hermes_rl.config import parse_config
-from hermes_rl.definitions import in_terms_of, with_switches_of
+from hermes_rl.definitions import adapt_identity, adapt_switches
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.wiring import identity_of, policy_of
@@ -78,8 +78,8 @@ async def test_a_resumed_run_keeps_its_texts(stage: Open) -> None:
         del before["agent"]["preset"][switch]
     before["agent"] |= {"texts": OLD_TEXTS, "tools": OLD_TOOLS}
     before["agent"]["system_prompt"] = OLD_SYSTEM
-    resumed = with_switches_of(now, before)
-    assert in_terms_of(before, identity_of(resumed)) == before
+    resumed = adapt_switches(now, before)
+    assert adapt_identity(before, identity_of(resumed)) == before
     assert digest(identity_of(now)) != digest(before)
     switches = resumed.agent.switches
     opened = await stage(backend="none", agent={"toolsets": [], "switches": switches})
