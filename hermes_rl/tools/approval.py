@@ -49,10 +49,14 @@ class Concern:
 
 _START = (
     r"(?:^|[;&|(){}\n`!]|(?:(?<=\s)-c|\b(?:sudo|doas|env|exec|nohup|time|nice|xargs|then|do|else"
-    r"|command|builtin|eval))\s+(?:-\S+\s+|\w+=\S*\s+)*)\s*(?:/(?:usr/)?s?bin/)?"
+    r"|command|builtin|eval))\s+(?:-\S+\s+|\w+=\S*\s+){0,8})\s*(?:/(?:usr/)?s?bin/)?"
 )
 """Where a command begins: not the arguments of `echo` or `grep`."""
-_RECURSIVE = r"(?:-\S+\s+)*(?:-[a-z]*r[a-z]*|--recursive)\s+(?:-\S+\s+)*"
+_RECURSIVE_OPTION = r"(?:-[a-z]*r[a-z]*|--recursive)\s"
+_RECURSIVE = rf"(?=(?>(?:(?!{_RECURSIVE_OPTION})-\S+\s+)*){_RECURSIVE_OPTION})(?>(?:-\S+\s+)+)"
+"""All options, of which one is recursive. Atomic groups (`?>`) keep the search linear, whatever a
+model repeats."""
+_ARGUMENTS = r"(?:[^\s;&|]+\s+)*"
 _SYSTEM = (
     r"(?:/\*?|/(?:bin|boot|dev|etc|home|lib|lib64|opt|proc|root|run|sbin|srv|sys|usr|var)(?:/\*?)?"
     r"|~(?:/\*?)?|\$\{?home\}?(?:/\*?)?)(?=\s|$|[;&|)])"
@@ -61,11 +65,11 @@ _DISK = r"/dev/(?:sd|hd|vd|xvd|nvme|mmcblk|disk|md|dm-|mapper/)"
 
 _NEVER = {
     "remove system files": (
-        rf"{_START}rm\s+{_RECURSIVE}(?:\S+\s+)*{_SYSTEM}",
+        rf"{_START}rm\s+{_RECURSIVE}{_ARGUMENTS}{_SYSTEM}",
         "it removes the root, a system or a home directory",
     ),
     "change modes of the system": (
-        rf"{_START}(?:chmod|chown)\s+{_RECURSIVE}\S+\s+(?:\S+\s+)*{_SYSTEM}",
+        rf"{_START}(?:chmod|chown)\s+{_RECURSIVE}\S+\s+{_ARGUMENTS}{_SYSTEM}",
         "it changes the modes or owners of a system directory",
     ),
     "make a file system": (rf"{_START}mkfs(?:\.\w+)?\s", "it formats a disk"),
@@ -75,7 +79,7 @@ _NEVER = {
     ),
     "write to a disk": (rf">\s*{_DISK}", "it writes to a disk"),
     "fork bomb": (
-        r"(\w+|:)\s*\(\)\s*\{\s*\1\s*\|\s*\1\s*&\s*\}",
+        r"(?<!\w)(\w+|:)\s*\(\)\s*\{\s*\1\s*\|\s*\1\s*&\s*\}",
         "it starts processes without end",
     ),
     "end all processes": (
@@ -146,6 +150,8 @@ _DANGEROUS = {
     ),
 }
 
+_LINE_CHARS = 2_000
+"""Characters of each line that are searched: the search must not hold up other agents."""
 _HIDDEN = re.compile(r"\\\n|\$\{?ifs\}?")
 _QUOTES = re.compile(r"""['"\\]|\$(?=['"])""")
 
@@ -175,9 +181,11 @@ def concern_of(command: str) -> Concern | None:
     Quotes, backslashes, case and other ways to write the same words are ignored.
     """
     text = _QUOTES.sub("", _HIDDEN.sub(" ", command.lower()))
+    suspect = (line[:_LINE_CHARS] for line in text.splitlines() if SUSPECT.search(line))
+    lines = dict.fromkeys(suspect)
     for never, patterns in ((True, _NEVER_COMPILED), (False, _DANGEROUS_COMPILED)):
         for name, reason, pattern in patterns:
-            if pattern.search(text):
+            if any(map(pattern.search, lines)):
                 return Concern(name, reason, never)
     return None
 

@@ -237,3 +237,12 @@ def test_in_a_sandbox_dangerous_commands_are_allowed(server: Any) -> None:
     texts = [m["content"] for m in result["messages"] if m["role"] == "tool"]
     assert json.loads(texts[0])["output"] == "gone\n"
     assert "never allowed" in texts[1]
+
+
+@pytest.mark.parametrize(
+    "repeated", ["rm -r", "-r", "git -c", "-c", "(dd", "env A=1", "sudo -x", "curl |", "; rm -n"]
+)
+def test_repeated_options_do_not_hold_up_the_search(repeated: str) -> None:
+    """Patterns that backtrack would take minutes here."""
+    for command in (f"rm {repeated} " * 10_000, f"git {(repeated + ' ') * 10_000}x"):
+        concern_of(command)
