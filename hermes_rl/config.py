@@ -483,7 +483,8 @@ class RunConfig(Section):
                 "'agent.context.engine' is an object. Give a run the name of an entry point in "
                 "the group hermes_rl.context_engines"
             )
-        compresses = agent.switches.get("compress_context", agent.preset != "rl")
+        default = agent.preset != "rl" and self.model.name not in LOCAL_MODELS
+        compresses = agent.switches.get("compress_context", default)
         if agent.context != ContextConfig() and not compresses:
             raise UserError(
                 "'agent.context' has no effect, since contexts are not compressed. Take it out, "

@@ -36,10 +36,11 @@ from hermes_rl.tools import (
 LOCAL_SWITCHES: dict[str, bool | int] = {
     "continue_output": False,
     "reask_cut_calls": False,
+    "compress_context": False,
     "command_timeout_s": 30,
 }
-"""Cut answers of a tiny model are repetitions, which more tokens would only prolong; its
-long-running commands wait for input or never end (`tail -f`)."""
+"""Cut answers of a tiny model are repetitions, which more tokens would only prolong, and so would
+another context; its long-running commands wait for input or never end (`tail -f`)."""
 
 
 def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:

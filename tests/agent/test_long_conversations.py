@@ -575,6 +575,8 @@ def test_only_runs_that_compress_have_it_in_their_identity() -> None:
     for plain in (identity(preset="rl"), identity(switches={"compress_context": False})):
         assert "context" not in plain
         assert "compress_context" not in plain["preset"]
+    data = {"dataset": {"path": "x"}, "model": {"name": "local-tiny"}}
+    assert "context" not in identity_of(parse_config(data))["agent"]
     on = identity()
     assert on["preset"]["compress_context"] is True
     summary = {"name": "small", "base_url": "http://127.0.0.1:1/v1"}
