@@ -235,8 +235,7 @@ class Inside:
         return processes.snapshot(self._children(), below=False)
 
     def _children(self) -> list[int]:
-        alive = self._proc is not None and self._proc.alive()
-        return processes.children(self.init) if alive else []
+        return processes.children(self.init) if self.stands else []
 
     def send(self, processes_: Iterable[processes.Proc], number: int) -> None:
         """See `processes.Tree`."""
@@ -245,6 +244,11 @@ class Inside:
     def end_process(self, inside: int) -> None:
         """See `processes.Tree`."""
         processes.end_inside(self.init, inside)
+
+    @property
+    def stands(self) -> bool:
+        """Whether process 1 runs."""
+        return self._proc is not None and self._proc.alive()
 
     async def end(self) -> int:
         """End all that runs in it. Its code, as `ended` has it."""

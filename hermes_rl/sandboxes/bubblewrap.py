@@ -674,6 +674,8 @@ class BubblewrapSandbox(FolderSandbox):
                 code = await self._tree.ended()
         except TimeoutError:
             error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
+            if not self._tree.stands:  # whoever waits for process 1 was stopped, from outside
+                error = SandboxDied("the launcher of the sandbox does not report its end")
             await self._end(error)
             return error
         in_group = isinstance(self._tree, zygote.Clone)  # where the kernel may end it for memory

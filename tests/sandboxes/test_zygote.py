@@ -23,6 +23,7 @@ from hermes_rl.sandboxes import (
     SandboxSpec,
     probe,
     processes,
+    slots,
     watchdog,
     zygote,
 )
@@ -197,6 +198,44 @@ async def test_a_stopped_zygote_holds_nobody_up_for_ever(
         assert await sh(sandbox, "echo works") == "works\n"
         assert zygotes(state) != [pid]
     await sandbox.aclose()
+
+
+async def test_a_sandbox_that_ended_under_a_stopped_zygote_is_no_mark_for_the_model(
+    bubblewrap: Bubblewrap, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hermes_rl.sandboxes.bubblewrap.GONE_S", 0.3)
+    monkeypatch.setattr(zygote, "END_S", 0.3)
+    sandbox = await bubblewrap.lease(SPEC)
+    [pid] = zygotes(state)
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(sandbox.host_pid, signal.SIGKILL)
+    with pytest.raises(SandboxDied):
+        await sandbox.run("true", timeout_s=20)
+    await sandbox.aclose()
+
+
+@pytest.mark.parametrize("trouble", ["umask", "memory"])
+async def test_it_works_under_a_strict_umask_and_without_memory_for_files(
+    state: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Where /dev/shm is full, or not there, files that every command writes are on the disk."""
+    before = os.umask(0o077 if trouble == "umask" else 0o022)
+    if trouble == "memory":
+        monkeypatch.setattr(slots, "ROOM_BYTES", 1 << 60)
+    backend = Bubblewrap(state_dir=state)
+    try:
+        for _ in range(2):
+            async with await backend.lease(SPEC) as sandbox:
+                assert await sh(sandbox, "umask; echo works >f; cat f") == "0022\nworks\n"
+                assert (
+                    await sandbox.grade(GradingSpec("grep -q works /workspace/f"))
+                ).exit_code == 0
+        assert len(zygotes(state)) == 1
+        memory = [path for path in state.parent.glob("../dev/shm/hermes-rl-*/*/ctl")]
+        assert trouble == "umask" or not [p for p in memory if p.parent.name in folders(state)]
+    finally:
+        os.umask(before)
+        await backend.aclose()
 
 
 async def test_a_thousand_processes_at_once_do_not_keep_a_sandbox_from_starting(
