@@ -234,7 +234,7 @@ async def test_a_killed_worker_without_sandboxes_leaves_nothing_either(worker_st
     mark = f"HERMES_RL_LEASE={worker_state}/boxes/{owner}.".encode()
     assert len(watchdog.tagged(f"{owner}.".encode(), mark)) > 3
     memory = Path(watchdog.memory_folder(str(worker_state)))
-    assert len([*memory.glob(f"{owner}.*")]) in (0, 3)  # none where /dev/shm has no room
+    assert len([*memory.glob(f"{owner}.*")]) in (0, 3)  # none where /dev/shm has no space
     worker.kill()
     worker.wait()
     until(lambda: not watchdog.tagged(f"{owner}.".encode(), mark), 5)
