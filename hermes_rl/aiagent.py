@@ -72,6 +72,7 @@ from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
+from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
 from hermes_rl.tools import Tool
 from hermes_rl.wiring import BACKENDS, Link, context_parts, make_backend, open_link
@@ -182,6 +183,7 @@ class AIAgent:
         context: how a full context is compressed: a `ContextConfig`, its fields, or an engine.
         hooks: functions that are called at named moments of a run; see `Hooks`.
         plugins: names or paths of plugins, whose hooks are called before those of `hooks`.
+        otel: `spans` makes OpenTelemetry spans of each run, `content` with texts in them.
         allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
         names: further keywords, as hermes-agent names them; see `OtherNames`.
 
@@ -206,6 +208,7 @@ class AIAgent:
         hooks: Hooks | None = None,
         context: object = None,
         plugins: Sequence[str] = (),
+        otel: str | None = None,
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
     ) -> None:
@@ -255,6 +258,7 @@ class AIAgent:
         self._runs = 0
         self._keeps_system = system is None
         """A session's own system prompt is used again."""
+        self._telemetry = open_telemetry(otel) if otel is not None else None
         self._joins_files = policy.context_files and system is None
         self._saved = None if session is None else SavedConversation(session)
         self._ended: str | None = None
@@ -375,6 +379,8 @@ class AIAgent:
             self._loop_thread.close()
             if self._saved is not None:
                 self._saved.close()
+            if self._telemetry is not None:
+                self._telemetry.close()
 
     async def aclose(self) -> None:
         """See `close`."""
@@ -504,6 +510,8 @@ class AIAgent:
             await hooks.end("error" if failed else ended.end_reason)
             ended = replace(ended, metrics={**ended.metrics, **hooks.metrics})
         self._rows.append([*log.events, ended.event])
+        if self._telemetry is not None:
+            self._telemetry.export(self._rows[-1])
         added = [event for event in log.events if isinstance(event, ev.MessageAdded)]
         messages = whole_conversation(added, self._whole)
         # Of a failed run only where the model took a turn: the user may send the message again.

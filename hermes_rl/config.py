@@ -387,6 +387,9 @@ class RunSection(Section):
     """Store the workspace of each rollout in the run directory for `hermes-rl env regrade`."""
     checkpoint_turns: Positive | None = None
     """Turns between checkpoints of a rollout, from which it resumes; None keeps none."""
+    otel: Literal["off", "spans", "content"] = "off"
+    """OpenTelemetry spans of each rollout, sent by OTLP to `OTEL_EXPORTER_OTLP_ENDPOINT`; `content`
+    with messages and results."""
     lease_s: Seconds = 30.0
     """How long a worker runs without a message from its driver."""
 

@@ -194,6 +194,8 @@ async def run_attempt(
     finally:
         if episode is not None and episode.stage.budget is not None:
             episode.stage.budget.end(finished=finished)
+    if context.telemetry is not None:
+        context.telemetry.export(log.events)
     return fold(log.events)
 
 

@@ -82,6 +82,7 @@ from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
 from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
+from hermes_rl.telemetry import Telemetry, open_telemetry
 from hermes_rl.text import SECRETS, mask
 from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
 
@@ -135,6 +136,8 @@ class RunContext:
     """Takes a line for each connection of a sandbox through its egress proxy; None keeps none."""
     hooks: HookTable | None = None
     """Of the run's plugins; None where there are none."""
+    telemetry: Telemetry | None = None
+    """Takes the events of each rollout that has ended; None makes no spans."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -340,8 +343,17 @@ async def open_run_context(
             share=together,
             exact=plan is not None and plan.exact,
             hooks=await asyncio.to_thread(_hooks, config) if config.agent.plugins else None,
+            telemetry=await _telemetry(config, stack) if config.run.otel != "off" else None,
             others=_open_others(config, stack, keyring, together),
         )
+
+
+async def _telemetry(config: RunConfig, stack: AsyncExitStack) -> Telemetry | None:
+    """Where spans go, flushed by `stack`. Raises: UserError."""
+    telemetry = await asyncio.to_thread(open_telemetry, config.run.otel)
+    if telemetry is not None:
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
+    return telemetry
 
 
 def _hooks(config: RunConfig) -> HookTable | None:

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors input_errors messages usage identity config config_agent config_endpoint tasks"
         " task_folders trajectory ports events record images sources aio lazy locks text"
-        " leaks network",
+        " leaks network telemetry",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),
