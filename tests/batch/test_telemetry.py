@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of rollouts, as a receiver and an application's own provider get them."""
+"""OpenTelemetry spans of rollouts, as a receiver and an application's provider get them."""
 
 import asyncio
 import json
@@ -129,7 +129,7 @@ async def test_each_rollout_is_a_trace_of_its_calls_and_tools(
         assert not any("echo hi" in str(attributes(span)) for span in spans)
 
 
-async def test_content_is_in_spans_only_where_it_is_asked_for(
+async def test_content_is_in_spans_only_on_request(
     server: FakeServer, receiver: Receiver, tmp_path: Path
 ) -> None:
     await arun_batch(config(server, tmp_path / "run", "content"), progress=Silent())
@@ -160,7 +160,7 @@ async def test_rows_are_the_same_without_spans_and_without_a_receiver(
     assert rows[0] == rows[1]
 
 
-OWN_PROVIDER = """
+APPLICATION = """
 import json, sys
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -179,10 +179,10 @@ print(json.dumps([[s.name, s.attributes.get("gen_ai.conversation.id")] for s in 
 """
 
 
-async def test_an_application_with_its_own_provider_gets_the_spans(server: FakeServer) -> None:
+async def test_an_application_with_a_provider_gets_the_spans(server: FakeServer) -> None:
     done = await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-c", OWN_PROVIDER, server.base_url],
+        [sys.executable, "-c", APPLICATION, server.base_url],
         capture_output=True,
         text=True,
         timeout=60,
