@@ -556,6 +556,7 @@ class AIAgent:
             prefill=tuple(with_unique_ids([*prompt, *settings.prefill])[len(prompt) :]),
             stream=self._on_delta is not None or streams,
             on_delta=self._deltas,
+            on_reasoning=settings.callbacks.on_reasoning if settings.callbacks else None,
             tool_state=place.tool_state,
             budget=settings.budget,
             approval=settings.approval,

@@ -24,7 +24,7 @@ class Callbacks:
     | `step_callback` | turn, results of the last (`name`, `arguments`, `result`) | a turn begins |
     | `thinking_callback` | text, empty at the end | a model call begins, and ends |
     | `stream_delta_callback` | text; None at the end | a piece of an answer arrives |
-    | `reasoning_callback` | text | an answer has reasoning |
+    | `reasoning_callback` | text | a piece of reasoning arrives, or all of it with the answer |
     | `interim_assistant_callback` | text | an answer has text beside tool calls |
     | `tool_start_callback` | id, name, arguments | the model calls a tool |
     | `tool_complete_callback` | id, name, arguments, result | its result is there |
@@ -43,6 +43,8 @@ class Callbacks:
         self._results: list[dict[str, Any]] = []
         self._turn = 0
         self._streamed = False
+        self._reasoned = False
+        """The reasoning of this answer was streamed."""
 
     @classmethod
     def of(cls, names: Mapping[str, Any]) -> Self | None:
@@ -58,13 +60,18 @@ class Callbacks:
 
     @property
     def streams(self) -> bool:
-        """Somebody takes the pieces of answers."""
-        return "stream_delta" in self._callbacks
+        """Whether pieces of answers are wanted."""
+        return not self._callbacks.keys().isdisjoint(("stream_delta", "reasoning"))
 
     def on_delta(self, text: str) -> None:
         """Take a piece of an answer."""
         self._streamed = True
         self._call("stream_delta", text)
+
+    def on_reasoning(self, text: str) -> None:
+        """Take a piece of an answer's reasoning."""
+        self._reasoned = True
+        self._call("reasoning", text)
 
     def __call__(self, event: ev.Event) -> None:
         """Take an event."""
@@ -106,8 +113,9 @@ class Callbacks:
             self._call("status", "error", event.error or event.outcome)
 
     def _answer(self, message: AssistantMessage) -> None:
-        if message.reasoning_content:
+        if message.reasoning_content and not self._reasoned:
             self._call("reasoning", message.reasoning_content)
+        self._reasoned = False
         if message.tool_calls and message.content.strip():
             self._call("interim_assistant", message.content)
         for call in message.tool_calls:

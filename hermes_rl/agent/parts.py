@@ -149,6 +149,8 @@ class AgentParts:
     stream: bool = False
     on_delta: Callable[[str], None] | None = None
     """Called with each piece of streamed text."""
+    on_reasoning: Callable[[str], None] | None = None
+    """Called with each piece of streamed reasoning."""
     cache: CacheTime | None = "5m"
     """How long a provider that wants cache markers keeps the head of the conversation; None sends
     no markers."""
@@ -358,6 +360,7 @@ class RunState:
             sampling=parts.policy.complete(parts.sampling),
             stream=parts.stream,
             on_delta=parts.on_delta,
+            on_reasoning=parts.on_reasoning,
             exact=not parts.policy.repair_history,
             cache=parts.cache,
             ephemeral=parts.ephemeral,

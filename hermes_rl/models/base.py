@@ -182,6 +182,8 @@ class ModelRequest:
     """Request prompt and completion token ids from engines that return them."""
     on_delta: Callable[[str], None] | None = None
     """Called with each piece of streamed text."""
+    on_reasoning: Callable[[str], None] | None = None
+    """Called with each piece of streamed reasoning."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further body fields from the user's configuration."""
     ephemeral: str | None = None

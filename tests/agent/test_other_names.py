@@ -224,3 +224,25 @@ def test_the_same_value_twice_contradicts_nothing() -> None:
     )
     assert agent.toolsets == ("file",)
     agent.close()
+
+
+@pytest.mark.parametrize("api_mode", ["chat_completions", "anthropic_messages", "codex_responses"])
+def test_reasoning_is_streamed(make: Make, api_mode: str) -> None:
+    pieces, order = list[str](), list[str]()
+    thought = "First I look at the file, then I count its lines, and then I answer."
+
+    def reasoning(text: str) -> None:
+        pieces.append(text)
+        order.append("reasoning")
+
+    def delta(text: str | None) -> None:
+        order.append("text" if text else "end")
+
+    with make(
+        api_mode=api_mode, reasoning_callback=reasoning, stream_delta_callback=delta
+    ) as agent:
+        result = agent.run_conversation(say({"text": "Three.", "reasoning": thought}))
+    assert result["final_response"] == "Three."
+    assert "".join(pieces) == thought
+    assert len(pieces) > 1
+    assert order.index("reasoning") < order.index("text")

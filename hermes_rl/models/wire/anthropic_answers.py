@@ -240,7 +240,9 @@ class StreamDecoder(EventDecoder):
         block = self._blocks.get(_index(form))
         if block is None:  # some servers omit the start of a block
             block = self._blocks[_index(form)] = _Draft({})
-        self._context.emit(block.add(object_field(form, "delta")))
+        delta = object_field(form, "delta")
+        self._context.emit(block.add(delta))
+        self._context.emit_reasoning(delta.get("thinking"))
 
     def _update_message(self, form: Mapping[str, Any]) -> None:
         """Usage here covers the complete answer so far: it replaces earlier counts."""

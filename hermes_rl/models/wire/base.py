@@ -154,7 +154,7 @@ class MessageDialect(ABC):
         """See `Dialect.decoder`. The content type decides between body and stream; if it names
         neither, the request does."""
         salt = str(len(request.conversation))
-        context = AnswerContext(head, self._secrets, salt, request.on_delta)
+        context = AnswerContext(head, self._secrets, salt, request.on_delta, request.on_reasoning)
         kind = head.headers.get("content-type", "")
         if "event-stream" in kind or (self._is_streamed(request) and "json" not in kind):
             return self.stream(context)

@@ -342,6 +342,7 @@ class _StreamDecoder(EventDecoder):
         choice = _first_choice(chunk.choices)
         if choice is not None:
             self._context.emit(self._streamed_choice.add(choice))
+            self._context.emit_reasoning(self._streamed_choice.thought)
 
 
 class _StreamedChoice:
@@ -351,6 +352,8 @@ class _StreamedChoice:
         self.finish_reason: str | None = None
         self._content: list[str] = []
         self._reasoning: list[str] = []
+        self.thought = ""
+        """Reasoning in the last delta."""
         self._refusal: list[str] = []
         self._details: list[Any] = []
         self._calls: list[_Call] = []
@@ -365,6 +368,7 @@ class _StreamedChoice:
 
     def add(self, choice: Mapping[str, Any]) -> str:
         """Add one delta and return its visible text."""
+        self.thought = ""
         reason = choice.get("finish_reason")
         if isinstance(reason, str):
             self.finish_reason = reason
@@ -376,7 +380,8 @@ class _StreamedChoice:
             return ""
         text, thought = split_content_parts(delta.get("content"))
         self._content.append(text)
-        self._reasoning.append(reasoning_of(delta) or thought or "")
+        self.thought = reasoning_of(delta) or thought or ""
+        self._reasoning.append(self.thought)
         if isinstance(delta.get("refusal"), str):
             self._refusal.append(delta["refusal"])
         merge_details(self._details, delta.get("reasoning_details"))

@@ -90,11 +90,18 @@ class AnswerContext:
     """Makes derived call IDs differ between turns."""
     on_delta: Callable[[str], None] | None = None
     """Called with the answer's text as it arrives."""
+    on_reasoning: Callable[[str], None] | None = None
+    """Called with its reasoning as it arrives."""
 
     def emit(self, text: str) -> None:
         """Pass streamed text to `on_delta`."""
         if text and self.on_delta is not None:
             self.on_delta(text)
+
+    def emit_reasoning(self, text: object) -> None:
+        """Pass streamed reasoning to `on_reasoning`."""
+        if self.on_reasoning is not None and isinstance(text, str) and text:
+            self.on_reasoning(text)
 
     def unreadable_error(self, why: str) -> ProtocolError:
         """Return the error for an answer that was served but cannot be read."""

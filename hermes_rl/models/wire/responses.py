@@ -417,6 +417,7 @@ _ENDS = {
 }
 """Last event of a stream -> status of the response, if that does not state it."""
 
+_REASONING_DELTAS = ("response.reasoning_summary_text.delta", "response.reasoning_text.delta")
 _DELTA_FIELDS = {
     "response.output_text": (MESSAGE, "text"),
     "response.refusal": (MESSAGE, "refusal"),
@@ -497,6 +498,8 @@ class _StreamDecoder(EventDecoder):
                 draft.add(*target, event.delta)
             if kind == "response.output_text.delta":
                 self._context.emit(event.delta)
+            elif kind in _REASONING_DELTAS:
+                self._context.emit_reasoning(event.delta)
 
     def _output(self, response: _Response) -> list[Any]:
         listed = response.output if isinstance(response.output, list) else []
