@@ -295,9 +295,9 @@ NetworkSetting = Annotated[Network, BeforeValidator(_network)]
 """`off`, `on`, or hosts: a list, or one text with commas."""
 
 
-BACKENDS = ("bubblewrap", "docker", "podman", "ssh", "apptainer", "none")
+BACKENDS = ("bubblewrap", "docker", "podman", "ssh", "apptainer", "modal", "none")
 """Kinds of sandboxes that this package brings; the first is the default."""
-_NO_HOST_LIST = ("apptainer", "none")
+_NO_HOST_LIST = ("apptainer", "modal", "none")
 SANDBOX_GROUP = "hermes_rl.sandboxes"
 """Entry points of packages that bring others."""
 

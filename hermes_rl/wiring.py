@@ -470,6 +470,8 @@ def make_backend(
             return sandboxes.Containers(name, state_dir=state_dir)
         case "apptainer":
             return sandboxes.Apptainer(state_dir=state_dir)
+        case "modal":
+            return sandboxes.Modal()
         case "ssh":
             if not hosts:
                 raise UserError("sandbox 'ssh' needs machines: pass SshHosts([SshHost(...)])")

@@ -173,7 +173,15 @@ def sandboxes() -> list[Finding]:
     found.append(Finding("sandboxes", "none", None, none))
     found += [Finding("sandboxes", name, None, _engine(name)) for name in ENGINES]
     found.append(Finding("sandboxes", "apptainer", None, _apptainer()))
+    found.append(Finding("sandboxes", "modal", None, _modal()))
     return [*found, Finding("sandboxes", "ssh", None, _ssh()), *_foreign()]
+
+
+def _modal() -> str:
+    found = library("sandboxes", "modal", "pip install 'hermes-rl[modal]'")
+    if not found.good:
+        return f"modal is {found.text}"
+    return f"modal {found.text}; `modal token info` shows the account that runs use"
 
 
 def _apptainer() -> str:

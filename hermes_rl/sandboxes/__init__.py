@@ -11,9 +11,11 @@ if TYPE_CHECKING:
         conformance,
         limits,
         make_seccomp,
+        modal_cloud,
         probe,
         processes,
         recipe,
+        remote,
         slots,
         watchdog,
         zygote,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from hermes_rl.sandboxes.grading import FORMAT, Packing, Unpackable, pack_in_thread, reading
     from hermes_rl.sandboxes.images import BuildOptions, Image, ImageStore
     from hermes_rl.sandboxes.limits import measure, reap_counted
+    from hermes_rl.sandboxes.modal_cloud import Modal, ModalSandbox
     from hermes_rl.sandboxes.none import Subprocess
     from hermes_rl.sandboxes.probe import find_binary, probe_machine, reachable
     from hermes_rl.sandboxes.processes import (

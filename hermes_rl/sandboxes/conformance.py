@@ -205,15 +205,24 @@ async def ends_what_takes_too_long(backend: SandboxBackend) -> None:
         await expect(sandbox, count_older, "1\n")
 
 
-async def many_timeouts_leave_nothing(backend: SandboxBackend) -> None:
-    """Twenty timeouts of trees with escaped children: the number of processes stays flat."""
+MANY = 20
+"""Timeouts of one check."""
+_FEW = 20
+"""A sandbox that sees fewer processes than this sees only those inside it."""
+
+
+async def many_timeouts_leave_nothing(backend: SandboxBackend, rounds: int = MANY) -> None:
+    """Timeouts of a command that forks without end: the number of processes stays flat."""
     sleep, count = _sleep()
+    forks = f"while :; do (setsid {sleep} &); {sleep} & {sleep} | {sleep} & done"
+    number = "set -- /proc/[0-9]*; echo $#"
     async with leased_sandbox(backend) as sandbox:
-        for _ in range(20):
-            await sh(
-                sandbox, f"for i in 1 2 3; do (setsid {sleep} &); done; {sleep}", timeout_s=0.05
-            )
+        before = (await sh(sandbox, number)).output
+        for _ in range(rounds):
+            assert (await sh(sandbox, forks, timeout_s=0.05)).timed_out
         await expect(sandbox, count, "0\n")
+        if int(before) < _FEW:
+            await expect(sandbox, number, before)
 
 
 async def cancelled_commands_end(backend: SandboxBackend) -> None:

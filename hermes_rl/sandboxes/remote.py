@@ -37,6 +37,8 @@ from hermes_rl.sandboxes.base import (
     SandboxSnapshot,
     SandboxSpec,
 )
+from hermes_rl.sandboxes.files import READ_MAX
+from hermes_rl.sandboxes.grading import MAX_BYTES
 from hermes_rl.sandboxes.probe import packaged_files
 from hermes_rl.sandboxes.remote_frames import (
     BINARIES,
@@ -186,7 +188,8 @@ class Link:
 
         Raises: SandboxStartError.
         """
-        found, _ = await self.call("open", {"slots": slots, "plain": plain})
+        settings = {"slots": slots, "plain": plain, "silence_s": SILENCE_S}
+        found, _ = await self.call("open", settings)
         self.isolation = str(found["isolation"])
 
     async def lease(self, spec: SandboxSpec, backend: str) -> RemoteSandbox:
@@ -359,9 +362,15 @@ class _Call:
         self._file = into.open("wb") if into is not None else None
         self._data = bytearray()
         self._complete = False
+        self._bytes = 0
 
     def feed(self, data: bytes) -> None:
         """A part of the answer's data."""
+        self._bytes += len(data)
+        most = 2 * READ_MAX if self._file is None else MAX_BYTES
+        if self._bytes > most:  # whoever is root there may send what he likes
+            self.fail(OSError(f"the answer has more than {most} bytes"))
+            return
         try:
             if self._file is not None:
                 self._file.write(data)
@@ -375,8 +384,9 @@ class _Call:
         if self._future.done():
             return
         self.feed(data)
-        self._complete = True
-        self._future.set_result((result, bytes(self._data)))
+        if not self._future.done():
+            self._complete = True
+            self._future.set_result((result, bytes(self._data)))
 
     def fail(self, error: Exception) -> None:
         """The call failed."""
@@ -402,10 +412,10 @@ class RemoteProcess:
 
     def __init__(self, sandbox: RemoteSandbox, number: int, pid: int) -> None:
         self.pid = pid
-        self._sandbox, self._number = sandbox, number
+        self._sandbox, self.number = sandbox, number
 
     async def _call(self, verb: str, data: bytes = b"") -> tuple[Header, bytes]:
-        return await self._sandbox.call("process", {"process": self._number, "verb": verb}, data)
+        return await self._sandbox.call("process", {"process": self.number, "verb": verb}, data)
 
     async def poll(self) -> int | None:
         """Exit code, or None while it runs."""
@@ -434,7 +444,7 @@ class RemoteSandbox:
         self.info = info
         self.workspace = folders["workspace"]
         self.scratch = folders["scratch"]
-        self._link, self._number = link, number
+        self._link, self.number = link, number
         self._closing: asyncio.Future[None] | None = None
         self.on_close: Callable[[], Awaitable[None]] | None = None
         """What else ends with it."""
@@ -445,7 +455,7 @@ class RemoteSandbox:
         """Call a verb of it. Raises: as `Link.call`."""
         if self._closing is not None and verb != "close":
             raise SandboxDied("the sandbox is closed")
-        return await self._link.call(verb, {"sandbox": self._number, **args}, data, into)
+        return await self._link.call(verb, {"sandbox": self.number, **args}, data, into)
 
     async def run(
         self,
@@ -544,10 +554,10 @@ class RemoteSandbox:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        self._link.released(self._number)
+        self._link.released(self.number)
         try:
             with contextlib.suppress(SandboxError):  # its machine is lost, or cleans up itself
-                await self._link.call("close", {"sandbox": self._number})
+                await self._link.call("close", {"sandbox": self.number})
         finally:
             if self.on_close is not None:
                 await self.on_close()

@@ -33,6 +33,7 @@ from hermes_rl.sandboxes.base import (
 )
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
 from hermes_rl.sandboxes.none import Subprocess
+from hermes_rl.sandboxes.recipe import WORKSPACE
 from hermes_rl.sandboxes.remote_frames import (
     BINARIES,
     CHUNK,
@@ -102,6 +103,9 @@ class Helper:
         self._named = 0
         self._backend: SandboxBackend | None = None
         self._places = 0
+        self._alone = False
+        """The machine has this one sandbox: its workspace is at /workspace too."""
+        self.silence_s = SILENCE_S
         self._leased: dict[int, Leased] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._arriving: dict[int, Arriving] = {}
@@ -168,6 +172,8 @@ class Helper:
         await asyncio.to_thread(self._home.guard)
         backend, isolation = await asyncio.to_thread(choose_backend, self._root, args)
         self._backend, self._places = backend, int(args["slots"])
+        self._alone = args["plain"] == "always"
+        self.silence_s = float(args["silence_s"])
         return {"isolation": isolation}
 
     def _take_place(self) -> int | None:
@@ -212,7 +218,10 @@ class Helper:
             raise
         self._leased[number] = Leased(sandbox, place)
         info = sandbox.info
-        workspace = getattr(sandbox, "workspace", "/workspace")
+        workspace = getattr(sandbox, "workspace", WORKSPACE)
+        if self._alone and not os.path.lexists(WORKSPACE):
+            with contextlib.suppress(OSError):  # not root
+                os.symlink(workspace, WORKSPACE)
         return {
             "image": info.image,
             "limits": info.limits,
@@ -414,7 +423,7 @@ async def serve(root: Path, nonce: str) -> None:
     writer.write(f"{nonce}\n".encode())
     try:
         while True:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(helper.silence_s):
                 header, data = await receive(reader.readexactly)
             helper.take(header, data)
     except (asyncio.IncompleteReadError, TimeoutError, Garbled, OSError):

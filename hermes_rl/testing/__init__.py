@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         pick,
         scripted,
     )
+    from hermes_rl.testing.fake_modal import FakeModal
     from hermes_rl.testing.fake_server import FakeConfig, FakeServer
     from hermes_rl.testing.faults import (
         KINDS,

@@ -276,6 +276,29 @@ def containers(bench: Bench) -> Row:
     )
 
 
+def remote(bench: Bench) -> Row:
+    """Sandboxes over ssh to this machine, and in the fake of modal, beside ssh's own commands."""
+    starts, commands = max(2, bench.sizes.verbs // 50), max(20, bench.sizes.verbs // 5)
+    data = {
+        name: {verb: [s * 1e3 for s in seconds] for verb, seconds in found.items()}
+        for name in ("ssh", "modal")
+        for found in [run_program("remote_verbs.py", name, starts, commands)]
+    }
+    ssh = {verb: median(times) for verb, times in data["ssh"].items()}
+    return Row(
+        "sandboxes elsewhere: start; command; grading",
+        "; ".join(
+            f"{name} {' / '.join(f'{median(verbs[v]):.1f}' for v in ('start', 'builtin', 'grade'))}"
+            for name, verbs in data.items()
+        )
+        + " ms wall",
+        "a command over ssh below that of asyncssh",
+        ssh["builtin"] <= ssh["exec"],
+        f"`ssh HOST true` {ssh['ssh']:.0f}, asyncssh `run` {ssh['exec']:.1f} ms",
+        data=data,
+    )
+
+
 def start_up(bench: Bench) -> Row:
     """A run of one trajectory, without and with Ray, and Ray alone."""
     alone: list[float] = []
@@ -459,6 +482,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "at-once": run_concurrently,
     "sandbox": sandbox_verbs,
     "containers": containers,
+    "remote": remote,
     "start": start_up,
     "first": first_request,
     "driver": per_trajectory,
