@@ -542,7 +542,7 @@ class _Attempt:
     def _approval(self, sandbox: Sandbox | None) -> Approval:
         """A sandbox contains what commands do; without one, dangerous ones are denied."""
         safe = sandbox is not None and self.context.config.sandbox.backend != "none"
-        return Approval("allow" if safe else "deny")
+        return Approval("allow", disposable=True) if safe else Approval("deny")
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:

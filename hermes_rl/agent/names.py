@@ -189,7 +189,9 @@ def _approval(names: Mapping[str, Any], policy: Policy, *, sandboxed: bool) -> A
     if chosen is None and ask is None:
         if not policy.check_commands:
             return None
-        chosen = "allow" if sandboxed else "ask"
+        if sandboxed:
+            return Approval("allow", disposable=True)
+        chosen = "ask"
     mode = chosen or "ask"
     if mode not in get_args(Mode):
         raise UserError(unknown("approval mode", str(mode), get_args(Mode)))

@@ -198,15 +198,18 @@ class Approval:
         mode: `allow` and `deny` decide by themselves; `ask` asks, and denies without `ask`.
         ask: called with the request, in a thread unless it is async; True allows the command.
         timeout_s: seconds that it has; then, or when it fails, the command is denied.
+        disposable: commands reach a sandbox alone, so that `never` does not hold: what a model
+            does to its sandbox is its own action, and graded.
     """
 
     mode: Mode
     ask: Ask | None = None
     timeout_s: float = 60.0
+    disposable: bool = False
 
     async def decide(self, concern: Concern, tool: str, command: str) -> Decision:
         """The decision about a command."""
-        if concern.never:
+        if concern.never and not self.disposable:
             return "never"
         if self.mode != "ask":
             return "allowed" if self.mode == "allow" else "denied"
