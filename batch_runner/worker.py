@@ -34,6 +34,7 @@ from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import Episode, MakeEpisode, lost_row, run_attempt
 from hermes_rl.sandboxes import OPEN_FILES
 from hermes_rl.store import Finished, JournalWriter, Publisher, RunDir, receipt_of
+from hermes_rl.trajectory import fold_subagents
 from hermes_rl.wiring import RunContext, open_run_context
 
 ABORT_S = 10.0
@@ -219,7 +220,13 @@ class Worker:
             row, segments = await asyncio.to_thread(with_segments, log.events, row)
         end = log.events[-1]
         fatal = end.fatal_command if isinstance(end, Ended) else None
-        made = Finished(key=key, row=row, segments=segments, fatal_command=fatal)
+        made = Finished(
+            key=key,
+            row=row,
+            subagents=fold_subagents(log.events, row),
+            segments=segments,
+            fatal_command=fatal,
+        )
         await self._journal.finish(made)
         checkpoints = self._context.checkpoints
         if checkpoints is not None and not may_resume(row.cause):

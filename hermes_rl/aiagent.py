@@ -21,8 +21,10 @@ from typing import Any, Self, Unpack, cast
 from hermes_rl import events as ev
 from hermes_rl.agent import (
     AgentParts,
+    Caller,
     ContextParts,
     Control,
+    Delegation,
     Ended,
     Hooks,
     HookTable,
@@ -69,12 +71,13 @@ from hermes_rl.messages import (
     with_unique_ids,
 )
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
+from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
-from hermes_rl.tools import Tool
+from hermes_rl.tools import DELEGATE_TASK, Tool
 from hermes_rl.wiring import BACKENDS, Link, context_parts, make_backend, open_link
 
 FIRST_ANSWER_S = 5.0
@@ -117,10 +120,14 @@ class _Places:
         if not sandboxed or place.sandbox is not None:
             return place, 0.0
         start = time.monotonic()
+        place.sandbox = await self.lease()
+        return place, time.monotonic() - start
+
+    async def lease(self, agent: str = "main") -> Sandbox:
+        """Start a sandbox for an agent. Raises: SandboxStartError; UserError."""
         if self._backend is None:
             self._backend = self._open()
-        place.sandbox = await self._backend.lease(self._spec())
-        return place, time.monotonic() - start
+        return await self._backend.lease(self._spec())
 
     def _open(self) -> SandboxBackend:
         wanted = None if isinstance(self._wanted, SandboxSpec) else self._wanted
@@ -539,11 +546,11 @@ class AIAgent:
         prompt: list[Message],
         hooks: RunHooks | None,
     ) -> AgentParts:
-        patience, settings = RetryPolicy(first_answer_s=FIRST_ANSWER_S), self._settings
-        caller = ModelCaller(link.routes.routes(link.model), log, patience)
+        settings, caller = self._settings, partial(self._caller, link, hooks)
+        delegation = Delegation(log, caller, self._places.lease)
         streams = settings.callbacks is not None and settings.callbacks.streams
         return AgentParts(
-            caller=caller if hooks is None else hooks.caller(caller),
+            caller=caller(log),
             model=link.model,
             tools=settings.tools,
             sandbox=place.sandbox,
@@ -561,9 +568,15 @@ class AIAgent:
             budget=settings.budget,
             approval=settings.approval,
             hooks=hooks,
+            delegation=delegation if DELEGATE_TASK in settings.tools else None,
             after_turn=None if self._saved is None else partial(self._after_turn, log),
             context=self._context(link, log, hooks),
         )
+
+    def _caller(self, link: Link, hooks: RunHooks | None, recorder: Recorder) -> Caller:
+        patience = RetryPolicy(first_answer_s=FIRST_ANSWER_S)
+        made = ModelCaller(link.routes.routes(link.model), recorder, patience)
+        return made if hooks is None else hooks.caller(made)
 
     def _context(self, link: Link, log: EventLog, hooks: RunHooks | None) -> ContextParts | None:
         section, caller = self._settings.context, None

@@ -296,6 +296,26 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     """Names the tool call under which the sandbox died (`SandboxDied.command`)."""
 
 
+class SubagentStarted(_Event, frozen=True, kw_only=True, tag="subagent_started"):
+    """A sub-agent begins a task. Its model calls are events of the attempt, under its name."""
+
+    agent: str
+    """Its name, unique in the rollout: `main.1` is the first one of the main agent."""
+    parent: str
+    """The name of the agent that started it."""
+    tool_call_id: str
+    """The call of its parent."""
+    started_at: float
+    prompt: str
+
+
+class SubagentEvent(_Event, frozen=True, kw_only=True, tag="subagent"):
+    """What happens in a sub-agent, its model calls apart; its last one is an `Ended`."""
+
+    agent: str
+    inner: Event
+
+
 class Redacted(_Event, frozen=True, kw_only=True, tag="redacted"):
     """A secret was replaced in the journalled event before this one, for the first time in the
     attempt. Token ids would still contain it: none are journalled from here on."""
@@ -326,6 +346,8 @@ Event = (
     | ContextStarted
     | Graded
     | Ended
+    | SubagentStarted
+    | SubagentEvent
     | Redacted
     | Resumed
 )

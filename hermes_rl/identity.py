@@ -125,6 +125,16 @@ def trajectory_id(unit: str, epoch: int, attempt: int) -> str:
     return digest(["trajectory", IDENTITY_VERSION, unit, epoch, attempt])[:ID_LENGTH]
 
 
+def subagent_id(root: str, agent: str) -> str:
+    """The id of a sub-agent's record.
+
+    Args:
+        root: the id of its attempt's record.
+        agent: its name, unique in the attempt.
+    """
+    return digest(["subagent", IDENTITY_VERSION, root, agent])[:ID_LENGTH]
+
+
 def unit_seed(seed: int, unit: str) -> int:
     """The seed of a unit from the run's seed: 31 bits, which every engine takes."""
     return int(digest(["seed", IDENTITY_VERSION, seed, unit])[:8], 16) & 0x7FFFFFFF

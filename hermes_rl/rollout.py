@@ -31,7 +31,9 @@ from hermes_rl import events as ev
 from hermes_rl.agent import (
     AgentParts,
     AgentResult,
+    Caller,
     Control,
+    Delegation,
     Progress,
     RunHooks,
     context_files,
@@ -57,7 +59,7 @@ from hermes_rl.events import AttemptKey, EventLog, Graded, RewardPart
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
-from hermes_rl.ports import WorkItem
+from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes import (
     Connection,
@@ -69,7 +71,7 @@ from hermes_rl.sandboxes import (
 )
 from hermes_rl.tasks import Task, Verify
 from hermes_rl.text import clean, scrub
-from hermes_rl.tools import Approval, Tool
+from hermes_rl.tools import DELEGATE_TASK, Approval, Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
@@ -200,7 +202,7 @@ async def run_attempt(
 
 
 def _begun(context: RunContext, item: WorkItem, draw: Draw, env_name: str | None) -> ev.Begun:
-    now = time.time()
+    now, sent = time.time(), context.config.agent.ephemeral_system_prompt
     return ev.Begun(
         key=ev.AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt),
         started_at=now,
@@ -223,12 +225,8 @@ def _begun(context: RunContext, item: WorkItem, draw: Draw, env_name: str | None
         env_name=env_name,
         metadata=item.task.metadata if item.task else {},
         queued_s=max(0.0, now - item.enqueued_at) if item.enqueued_at else 0.0,
-        prompt_sha256=_sha256(context.config.agent.ephemeral_system_prompt),
+        prompt_sha256=hashlib.sha256(sent.encode()).hexdigest() if sent else None,
     )
-
-
-def _sha256(text: str | None) -> str | None:
-    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text(task: Task | None, column: str) -> str | None:
@@ -530,6 +528,7 @@ class _Attempt:
             approval=self._approval(sandbox) if draw.policy.check_commands else None,
             context=self.context.context_parts(draw.policy, self.log, self.stage.budget),
             hooks=hooks,
+            delegation=self._delegation() if DELEGATE_TASK in draw.tools else None,
         )
         if self.context.checkpoints is not None:
             parts = replace(parts, after_turn=partial(self._after_turn, sandbox))
@@ -538,6 +537,17 @@ class _Attempt:
         self._kept = checkpoint.progress.turn
         parts = replace(parts, resumed=checkpoint.progress)
         return await run_agent(parts, checkpoint.messages, self.control)
+
+    def _delegation(self) -> Delegation:
+        def caller(recorder: Recorder) -> Caller:
+            made = self.context.caller(self.task, recorder, self.draw.model, self.stage.budget)
+            return made if self.hooks is None else self.hooks.caller(made)
+
+        async def lease(agent: str) -> Sandbox:
+            spec, name = self._spec(), agent.replace(".", "-")
+            return await self.context.backend.lease(replace(spec, lease=f"{spec.lease}-{name}"))
+
+        return Delegation(self.log, caller, lease)
 
     def _approval(self, sandbox: Sandbox | None) -> Approval:
         """A sandbox contains what commands do; without one, dangerous ones are denied."""

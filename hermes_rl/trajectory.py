@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.errors import CAUSES, ENDINGS, end_reason_of
-from hermes_rl.identity import trajectory_id
+from hermes_rl.identity import subagent_id, trajectory_id
 from hermes_rl.images import without_images
 from hermes_rl.messages import (
     UNPARSED,
@@ -78,6 +78,61 @@ def fold(events: Iterable[ev.Event], *, lost: str | None = None, at: float = 0.0
     return _Fold(clean, begun, ended).row()
 
 
+def fold_subagents(events: Iterable[ev.Event], row: Trajectory) -> tuple[Trajectory, ...]:
+    """The rows of an attempt's sub-agents; their calls are also in the attempt's own row.
+
+    Args:
+        row: the attempt's, as `fold` made it.
+    """
+    events = list(events)
+    started = [e for e in ev.whole_rollout(events) if isinstance(e, ev.SubagentStarted)]
+    if not started:
+        return ()
+    owner = {e.call_id: e.agent for e in events if isinstance(e, ev.CallStarted)}
+    begun, root = events[0], row.trajectory_id
+    assert isinstance(begun, ev.Begun)
+    ids = {"main": root, **{s.agent: subagent_id(root, s.agent) for s in started}}
+    rows = []
+    for s in started:
+        stream = [inner for e in events for inner in _of_subagent(e, s.agent, owner)]
+        ends = [e for e in stream if isinstance(e, ev.Ended)]
+        lost = ev.Ended(
+            finished_at=row.finished_at / 1e6,
+            end_reason="error",
+            cause=row.cause or "harness",
+            error=row.error,
+        )
+        first = msgspec.structs.replace(
+            begun, prompt=s.prompt, started_at=s.started_at, queued_s=0.0, prompt_sha256=None
+        )
+        kept: list[ev.Event] = [first, *(e for e in stream if not isinstance(e, ev.Ended))]
+        child = _Fold(kept, first, ends[-1] if ends else lost, s.agent).row()
+        made = msgspec.structs.replace(
+            child,
+            trajectory_id=ids[s.agent],
+            root_trajectory_id=root,
+            parent_trajectory_id=ids.get(s.parent, root),
+            parent_call_id=s.tool_call_id,
+            sandbox=child.sandbox or row.sandbox,
+        )
+        rows.append(made)
+    return tuple(SECRETS.scrub_record(rows))
+
+
+def _of_subagent(event: ev.Event, agent: str, owner: Mapping[str, str]) -> list[ev.Event]:
+    """What an event of an attempt says of one of its sub-agents."""
+    if isinstance(event, ev.Resumed):  # its calls are in the rows of the attempts that paid them
+        inner = [e for e in event.events if not isinstance(e, ev.CallStarted | ev.CallEnded)]
+        return [e for one in inner for e in _of_subagent(one, agent, owner)]
+    if isinstance(event, ev.SubagentEvent):
+        return [event.inner] if event.agent == agent else []
+    if isinstance(event, ev.CallStarted | ev.AnswerDiscarded):
+        return [event] if event.agent == agent else []
+    if isinstance(event, ev.CallEnded) and owner.get(event.call_id) == agent:
+        return [event]
+    return []
+
+
 def call_bounds(events: Iterable[ev.Event]) -> dict[str, float]:
     """Upper bounds on what calls without a known usage may have cost, as metrics; empty without
     such."""
@@ -104,8 +159,10 @@ def _micros(seconds: float) -> int:
 class _Fold:
     """One pass over an attempt's events; each method makes some columns."""
 
-    def __init__(self, stream: list[ev.Event], begun: ev.Begun, ended: ev.Ended) -> None:
-        self.stream, self.begun, self.ended = stream, begun, ended
+    def __init__(
+        self, stream: list[ev.Event], begun: ev.Begun, ended: ev.Ended, agent: str = "main"
+    ) -> None:
+        self.stream, self.begun, self.ended, self.agent = stream, begun, ended, agent
         self.whole = ev.whole_rollout(stream)
         self.added = [e for e in self.whole if isinstance(e, ev.MessageAdded)]
         self.starts = [e for e in stream if isinstance(e, ev.CallStarted)]
@@ -141,7 +198,7 @@ class _Fold:
     def _sampling(self) -> dict[str, Any]:
         """What was sent: what was asked for without parameters that the endpoint refused, and the
         output bound of the first call where a budget set one."""
-        starts = [s for s in self.starts if s.purpose == "agent" and s.agent == "main"]
+        starts = [s for s in self.starts if s.purpose == "agent" and s.agent == self.agent]
         sampling = {k: v for k, v in self.begun.sampling.items() if k not in self._unsent(starts)}
         if not starts or starts[0].max_output_tokens is None:
             return sampling
@@ -204,7 +261,9 @@ class _Fold:
         openai = (to_openai(e.message, parsed_arguments=True) for e in self.added)
         forms = [without_images(form, images) for form in openai]
         return {
-            "turns": len({e.turn for e in starts if e.purpose == "agent"}),
+            "turns": len(
+                {e.turn for e in starts if e.purpose == "agent" and e.agent == self.agent}
+            ),
             "final_response": self._final_response(final),
             "messages": [_json(form) for form in forms],
             "message_info": [
@@ -255,10 +314,11 @@ class _Fold:
 
     def _timing(self) -> Timing:
         leased = [e.seconds for e in self.stream if isinstance(e, ev.SandboxLeased)]
+        calls = {e.call_id for e in self.starts if e.agent == self.agent}
         return Timing(
             queued_s=self.begun.queued_s,
             sandbox_s=sum(leased),
-            model_s=sum(e.latency_s for e in self.ends.values()),
+            model_s=sum(e.latency_s for e in self.ends.values() if e.call_id in calls),
             tool_s=sum(e.seconds or 0.0 for e in self.stream if isinstance(e, ev.MessageAdded)),
             waiting_s=sum(e.seconds for e in self.stream if isinstance(e, ev.Waited)),
             verify_s=sum(e.seconds for e in self.stream if isinstance(e, ev.Graded)),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Replacement,
         load_engine,
     )
+    from hermes_rl.agent.delegation import Delegation
     from hermes_rl.agent.endings import Ended, accounts_of, error_of, typed
     from hermes_rl.agent.hooks import HOOKS, Hooks, HookTable, OnEvent
     from hermes_rl.agent.names import AgentSettings, OtherNames, settle

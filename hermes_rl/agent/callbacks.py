@@ -74,7 +74,9 @@ class Callbacks:
         self._call("reasoning", text)
 
     def __call__(self, event: ev.Event) -> None:
-        """Take an event."""
+        """Take an event; those of sub-agents are not reported."""
+        if isinstance(event, ev.CallStarted | ev.AnswerDiscarded) and event.agent != "main":
+            return
         match event:
             case ev.CallStarted(purpose="agent") if event.turn != self._turn:
                 self._turn = event.turn

@@ -33,7 +33,7 @@ from hermes_rl.models import (
 )
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox
-from hermes_rl.tools import Approval, LoopState, Tool, schemas
+from hermes_rl.tools import Approval, Delegate, LoopState, Tool, schemas
 from hermes_rl.usage import Usage
 
 
@@ -53,6 +53,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Since the run's start."""
     loop: LoopState = LoopState()
+    lent: int = 0
     refunded: int = 0
     hinted: int = 0
     context: int = 0
@@ -127,6 +128,21 @@ class ContextParts:
     """How long one compression may take."""
 
 
+class MakesChildren(Protocol):
+    """Makes what the tool `delegate_task` calls (`delegation.Delegation`)."""
+
+    def of(self, run: RunState) -> TimedDelegate:
+        """That of one run."""
+        ...
+
+
+class TimedDelegate(Delegate, Protocol):
+    """Runs sub-agents and measures them."""
+
+    seconds: float
+    """Time that it took so far. Not active time: sub-agents add their own to that."""
+
+
 @dataclass(frozen=True)
 class AgentParts:
     """What a run works with; shared things come from outside and stay open."""
@@ -163,6 +179,12 @@ class AgentParts:
     """What tools find as `ToolContext.state`."""
     budget: Budget | None = None
     """Turns that this run shares with others."""
+    delegation: MakesChildren | None = None
+    """Starts sub-agents; None where there are none."""
+    agent: str = "main"
+    """The name of the agent in the attempt's record."""
+    inside: RunState | None = None
+    """The run that this one is a sub-agent of: tokens and active time count there too."""
     approval: Approval | None = None
     """Decides about dangerous commands; None runs every command."""
     hooks: RunHooks | None = None
@@ -242,7 +264,9 @@ class Control:
     in flight ends at once; outside cancellation stays what it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str = "the user interrupted the run") -> None:
+        self.reason = reason
+        """Why it is interrupted: what the model reads in the place of results."""
         self.message: str | None = None
         """What the interrupting user said."""
         self._lock = threading.Lock()  # guards all below: other threads write them
@@ -333,6 +357,8 @@ class RunState:
     """What is remembered of the calls, to notice repetitions."""
     looping: bool = False
     """The last turn reached a bound of them."""
+    lent: int = 0
+    """Turns that sub-agents took of those of this run."""
     refunded: int = 0
     """Turns that do not count against the limit."""
     hinted: int = 0
@@ -490,6 +516,14 @@ class RunState:
         """Add a call's usage, as far as it is known."""
         if usage is not None:
             self.tokens += (usage.input_tokens or 0) + (usage.output_tokens or 0)
+            if self.parts.inside is not None:
+                self.parts.inside.count(usage)
+
+    def add_active(self, seconds: float) -> None:
+        """Add active time."""
+        self.active_s += seconds
+        if self.parts.inside is not None:
+            self.parts.inside.add_active(seconds)
 
     def measure(self, usage: Usage | None) -> None:
         """Take the size of the present context from the usage of its last call."""
@@ -510,7 +544,7 @@ class RunState:
     @property
     def turns_used(self) -> int:
         """Turns that count against the limit."""
-        return self.turn - self.refunded
+        return self.turn - self.refunded + self.lent
 
     def refund(self) -> None:
         """The present turn does not count. At most as many are refunded as the limit allows, so
@@ -553,12 +587,16 @@ class RunState:
         bound = self.parts.limits.max_tokens
         if bound is not None and self.tokens >= bound:
             raise Finish("token_limit")
+        if self.parts.inside is not None:
+            self.parts.inside.check_tokens()
 
     def check_time(self) -> None:
         """Raises: Finish when no active time is left."""
         bound = self.parts.limits.max_seconds
         if bound is not None and self.active_s >= bound:
             raise Finish("time_limit")
+        if self.parts.inside is not None:
+            self.parts.inside.check_time()
 
     def check_calls(self, *, valid: bool) -> None:
         """After the calls of a turn. Raises: Finish when the model is stuck.
@@ -576,6 +614,8 @@ class RunState:
     def time_left(self, most: float) -> float:
         """Seconds of active time that are left, at most `most`."""
         bound = self.parts.limits.max_seconds
+        if self.parts.inside is not None:
+            most = self.parts.inside.time_left(most)
         return most if bound is None else max(0.01, min(most, bound - self.active_s))
 
     def result(self, end_reason: str) -> AgentResult:

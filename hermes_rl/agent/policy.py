@@ -13,6 +13,9 @@ from hermes_rl.input_errors import unknown
 from hermes_rl.models import Sampling
 from hermes_rl.tools import Bounds
 
+MAX_DEPTH = 3
+"""How deep sub-agents may start further ones."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -150,6 +153,17 @@ class Policy:
     """Put results of untrusted tools between marks that say that they are data."""
     context_files: bool = False
     """Join the project's instructions (`AGENTS.md` and the like) to the system prompt."""
+    child_turns: int = 50
+    """Turns of each sub-agent, at most as many as its parent may take."""
+    children_share_turns: bool = False
+    """Sub-agents take their turns from those of their parent, in the place of `child_turns`."""
+    child_depth: int = 1
+    """How deep sub-agents may start further ones, at most 3; 1 is not at all."""
+    child_timeout_s: int = 600
+    """Seconds that a sub-agent has, from its start."""
+    child_sandbox: bool = False
+    """Each sub-agent has an empty sandbox like that of its parent, in the place of a shell session
+    in it."""
     invalid_turn_limit: int = 3
     """End as `invalid_tool_calls` after so many turns in a row without one valid call."""
     wording: int = LATEST
@@ -187,6 +201,9 @@ class Policy:
                 raise UserError(f"{place}.{name} must be {fault}, not {value!r}")
         if changes.get("wording", LATEST) not in WORDINGS:
             raise UserError(f"{place}.wording must be from 1 to {LATEST}, not {changes['wording']}")
+        if changes.get("child_depth", 1) > MAX_DEPTH:
+            depth = changes["child_depth"]
+            raise UserError(f"{place}.child_depth must be from 1 to {MAX_DEPTH}, not {depth}")
         return replace(self, **changes) if changes else self
 
 

@@ -79,7 +79,7 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
             await turn.run_group()
     except asyncio.CancelledError:
         if run.control.interrupted:
-            turn.fill("Not executed: the user interrupted the run.")
+            turn.fill(f"Not executed: {run.control.reason}.")
         raise
     except (SandboxDied, SandboxKilled) as error:
         if isinstance(error, SandboxDied) and not turn.died_again(error):
@@ -113,12 +113,14 @@ class _Turn:
         """
         run = self.run
         run.check_time()
-        start = time.monotonic()
+        start, made = time.monotonic(), run.parts.delegation
+        delegate = None if made is None else made.of(run)
         context = ToolContext(
             sandbox=run.parts.sandbox,
             state=run.parts.tool_state,
             max_timeout_s=run.time_left(MAX_TOOL_S),
             env=run.parts.env,
+            delegate=delegate,
         )
         try:
             group = await self._group(context)
@@ -129,7 +131,8 @@ class _Turn:
         except ExceptionGroup as errors:  # of the recorder: a full disk must stay a DiskFull
             raise errors.exceptions[0] from None
         finally:
-            run.active_s += max(0.0, time.monotonic() - start - run.take_hook_seconds())
+            elsewhere = run.take_hook_seconds() + (0.0 if delegate is None else delegate.seconds)
+            run.add_active(max(0.0, time.monotonic() - start - elsewhere))
         if self.done < len(self.calls) and (failed := self.outcomes[self.done]):
             assert failed.error is not None, "a result without an error was added"
             raise failed.error
@@ -152,6 +155,8 @@ class _Turn:
     async def _run(self, index: int, context: ToolContext) -> None:
         """Run a call, and add the results that are next in call order."""
         call, tool = self.calls[index], self.tools[index]
+        if context.delegate is not None:
+            context = replace(context, call_id=call.id)
         self.outcomes[index] = await _run_one(self.run, context, call, tool)
         if self._adding:  # by the task of another call, which sees this result too
             return
@@ -177,7 +182,8 @@ class _Turn:
         if len(text) > limit:
             readable = policy.spill_results and any(t.needs_sandbox for t in offered)
             sandbox = self.run.parts.sandbox if readable else None
-            text = await spill(text, sandbox, f"turn{self.run.turn}-call{self.done + 1}", limit)
+            name = f"{self.run.parts.agent}-turn{self.run.turn}-call{self.done + 1}"
+            text = await spill(text, sandbox, name, limit)
         if policy.fence_untrusted and tool.untrusted:
             text = fenced(text, tool.name)
         return outcome if text is outcome.text else replace(outcome, text=text)

@@ -89,7 +89,8 @@ class Rollout:
         begun = stream[0]
         assert isinstance(begun, ev.Begun)
         added = [e for e in stream if isinstance(e, ev.MessageAdded) and not e.compressed]
-        ran = {e.turn for e in stream if isinstance(e, ev.CallStarted) and e.purpose == "agent"}
+        calls = [e for e in stream if isinstance(e, ev.CallStarted) and e.agent == "main"]
+        ran = {e.turn for e in calls if e.purpose == "agent"}
         rollout = cls._of_messages(
             [to_openai(e.message, parsed_arguments=True) for e in added],
             [(e.turn, e.synthetic, e.tool_ok) for e in added],

@@ -46,7 +46,6 @@ from hermes_rl.sandboxes.image_changes import Relied, Upper, listing_script, rea
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     encode,
-    environment_file,
     restored,
     save_folder,
     start_shell,
@@ -421,7 +420,7 @@ class Apptainer:
         variables = recipe.environment(recipe.WORKSPACE, spec.env)
         if "PATH" not in spec.env:
             del variables["PATH"]  # the image's
-        (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, spec.cwd))
+        (control / "env").write_text(recipe.environment_file(variables, recipe.WORKSPACE, spec.cwd))
         (control / "supervisor").write_text(supervisor_text())
         tag = f"{folders.home.name}:{spec.lease}"
         command = inside(

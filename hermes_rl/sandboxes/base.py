@@ -212,6 +212,14 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def new_session(self) -> Sandbox:
+        """The same sandbox through another shell session, which begins in the state of this one.
+
+        Files, processes and limits are shared; directory, variables and functions are not. Commands
+        of all sessions run one at a time. Closing it does not close the sandbox.
+        """
+        ...
+
     async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
         """Start a background process in the session's environment."""
         ...

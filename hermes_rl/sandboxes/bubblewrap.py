@@ -57,7 +57,6 @@ from hermes_rl.sandboxes.recycling import Recycled
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     abandon,
-    environment_file,
     open_way_out,
     restored,
     save_folder,
@@ -300,7 +299,7 @@ class Bubblewrap:
         spec, image = lease.spec, lease.layers.image
         home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
         variables = recipe.environment(home, variables_of(spec), image)
-        start = environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
+        start = recipe.environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
         if image.workspace and spec.snapshot is None:
             start = f"cp -a {recipe.IMAGE_WORKSPACE}/. {recipe.WORKSPACE}/\n{start}"
         (lease.control / "env").write_text(start)

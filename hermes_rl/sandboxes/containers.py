@@ -57,7 +57,6 @@ from hermes_rl.sandboxes.image_changes import (
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     encode,
-    environment_file,
     open_way_out,
     restored,
     start_shell,
@@ -181,7 +180,7 @@ class Containers:
             control = held.folder("ctl")
             variables = recipe.environment(recipe.WORKSPACE, variables_of(spec), image.root)
             cwd = spec.cwd or image.root.workdir
-            (control / "env").write_text(environment_file(variables, recipe.WORKSPACE, cwd))
+            (control / "env").write_text(recipe.environment_file(variables, recipe.WORKSPACE, cwd))
             (control / "supervisor").write_text(supervisor_text())
             for name in ("env", "supervisor"):
                 (control / name).chmod(0o644)

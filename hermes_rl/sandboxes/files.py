@@ -7,10 +7,12 @@ and regular files only.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import errno
 import os
+import shutil
 import stat
 from dataclasses import dataclass
 from functools import lru_cache
@@ -175,3 +177,49 @@ class Beneath:
         if stat.S_ISDIR(kind):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         raise OSError(errno.ENXIO, "not a regular file", path)
+
+
+IN_THREAD = 1 << 18
+"""Files above this size are read and written in a thread."""
+
+
+def too_large(path: str, limit: int) -> OSError:
+    more = ": download it instead" if limit == READ_MAX else ""
+    return OSError(f"{path}: more than {limit} bytes{more}")
+
+
+def bounded_size(fd: int, path: str, limit: int) -> int:
+    """Size of an open file. Closes it and raises OSError when that is above the limit."""
+    size = os.fstat(fd).st_size
+    if size > limit:
+        os.close(fd)
+        raise too_large(path, limit)
+    return size
+
+
+async def read_open(fd: int, path: str) -> bytes:
+    """What was in the file when it was looked at: its owner may be writing on."""
+
+    def read() -> bytes:
+        with open(fd, "rb") as file:
+            return file.read(size)
+
+    size = bounded_size(fd, path, READ_MAX)
+    return read() if size <= IN_THREAD else await asyncio.to_thread(read)
+
+
+def write_open(fd: int, data: bytes) -> None:
+    with open(fd, "wb") as file:
+        file.write(data)
+
+
+def copy_in(local: Path, fd: int) -> None:
+    with open(fd, "wb") as target, open(local, "rb") as source:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
+def copy_out(fd: int, local: Path, left: int) -> None:
+    with open(fd, "rb") as source, open(local, "wb") as target:
+        while data := source.read(min(left, 1 << 20)):
+            target.write(data)
+            left -= len(data)

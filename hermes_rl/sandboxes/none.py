@@ -34,7 +34,6 @@ from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Unpackable, pack_in_thread
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
-    environment_file,
     restored,
     start_shell,
 )
@@ -289,7 +288,7 @@ class Subprocess:
             except OSError as error:
                 raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
         variables = recipe.environment(str(workspace), {MARK: str(box), **spec.env})
-        (control / "env").write_text(environment_file(variables, str(workspace), spec.cwd))
+        (control / "env").write_text(recipe.environment_file(variables, str(workspace), spec.cwd))
         limits = ("-n", str(recipe.OPEN_FILES), "-c", "0", f"{box.name}:{spec.lease}")
         command = [find_bash(), *_PLAIN, str(self._supervisor), str(control), str(control), *limits]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import posixpath
+import shlex
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
@@ -324,6 +326,28 @@ def environment(home: str, extra: Mapping[str, str], image: Root = Root()) -> di
         **image.env,
         **extra,
     }
+
+
+NO_CWD = "no working directory"
+"""What the shell writes when a task's `cwd` cannot be made."""
+
+
+def environment_file(variables: dict[str, str], workspace: str, cwd: str | None) -> str:
+    """The state that a session starts from, as bash reads it."""
+    there = shlex.quote(posixpath.join(workspace, cwd or ""))
+    made = f"{{ mkdir -p -- {there} && cd -- {there}; }}"
+    failed = f"{{ printf '{NO_CWD} %s\\n' {there} >&4; exit 125; }}"
+    go = f"cd -- {there} 2>/dev/null || {made} || {failed}"
+    lines = [_export(name, value) for name, value in variables.items()]
+    names = " ".join(name for name in variables if name != "LANG")  # unsetting that one is slow
+    return "\n".join([f"_hx_names='{names}'", "umask 022", *lines, go, ""])
+
+
+def _export(name: str, value: str) -> str:
+    word = shlex.quote(value)
+    # Loading a locale is a tenth of a shell's start: not again when the sandbox came with it.
+    unless = f"[[ ${{LANG-}} = {word} ]] || " if name == "LANG" else ""
+    return f"{unless}export {name}={word}"
 
 
 def digest_of(image: str) -> str:

@@ -194,8 +194,7 @@ class Link:
 
     async def lease(self, spec: SandboxSpec, backend: str) -> RemoteSandbox:
         """Start a sandbox there. Raises: SandboxStartError, TaskFault, SnapshotLost, NoPlace."""
-        self._leases += 1
-        number = self._leases
+        number = self.new_number()
         request: dict[str, Any] = {
             field.name: getattr(spec, field.name)
             for field in fields(spec)
@@ -238,6 +237,11 @@ class Link:
         for path in paths:
             await self.call("keep", {"name": name, "file": path.name}, path)
         return name
+
+    def new_number(self) -> int:
+        """The number of the next sandbox, or session of one."""
+        self._leases += 1
+        return self._leases
 
     def released(self, number: int) -> None:
         """A sandbox is closed."""
@@ -484,6 +488,13 @@ class RemoteSandbox:
                 raise lost from error
             raise
         return CommandResult(**result, raw=raw)
+
+    async def new_session(self) -> RemoteSandbox:
+        """See `base.Sandbox.new_session`."""
+        number = self._link.new_number()
+        await self.call("new_session", {"session": number})
+        folders = {"workspace": self.workspace, "scratch": self.scratch}
+        return RemoteSandbox(self._link, number, self.info, folders)
 
     async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
         """See `base.Sandbox.start_process`."""

@@ -239,6 +239,12 @@ class Helper:
         )
         return {k: v for k, v in asdict(result).items() if k != "raw"}, result.raw
 
+    async def new_session(self, args: Header, payload: Payload) -> Result:
+        """See `Sandbox.new_session`."""
+        session = await self._sandbox(args).new_session()
+        self._leased[args["session"]] = Leased(session, None)
+        return None
+
     async def start_process(self, args: Header, payload: Payload) -> Result:
         """See `Sandbox.start_process`."""
         process = await self._sandbox(args).start_process(args["command"], cwd=args["cwd"])
@@ -351,7 +357,7 @@ class Helper:
         for verb in (
             *(open, lease, run, start_process, process, read_file, write_file, upload, download),
             *(grade, read_left, pack_left, unpack, snapshot, fetch, keep, drop, close, listed),
-            reap,
+            *(reap, new_session),
         )
     }
 

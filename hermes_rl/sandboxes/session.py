@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from hermes_rl.errors import (
     SandboxDied,
@@ -32,13 +32,28 @@ from hermes_rl.sandboxes.base import (
     GradingResult,
     GradingSpec,
     Process,
+    Sandbox,
     SandboxInfo,
     SandboxSnapshot,
     SandboxSpec,
 )
-from hermes_rl.sandboxes.files import DOWNLOAD_MAX, READ_MAX, UNSAFE, UNSIZED_MAX, Beneath
+from hermes_rl.sandboxes.files import (
+    DOWNLOAD_MAX,
+    IN_THREAD,
+    READ_MAX,
+    UNSAFE,
+    UNSIZED_MAX,
+    Beneath,
+    bounded_size,
+    copy_in,
+    copy_out,
+    read_open,
+    too_large,
+    write_open,
+)
 from hermes_rl.sandboxes.grading import UNPACK, Unpackable, pack_in_thread
 from hermes_rl.sandboxes.processes import Jobs, Tree, children
+from hermes_rl.sandboxes.recipe import NO_CWD
 from hermes_rl.sandboxes.shell import (
     CHUNK,
     END_S,
@@ -51,6 +66,7 @@ from hermes_rl.sandboxes.shell import (
     Shell,
     ShellLost,
     ShellPaths,
+    ShellSession,
     Sink,
     make_fifo,
 )
@@ -62,8 +78,6 @@ T = TypeVar("T", bound=Tree)
 
 _log = logging.getLogger(__name__)
 
-IN_THREAD = 1 << 18
-"""Files above this size are read and written in a thread."""
 TRANSFER_S = 120.0
 """How long a file may take that is read or written inside."""
 _FAILURES: dict[int, tuple[type[OSError], str]] = {
@@ -84,8 +98,6 @@ _WRITE = (
     'mkdir -p -- "${{p%/*}}" || exit 63; '
     'cat >|"$p" || exit 63'
 )
-NO_CWD = "no working directory"
-"""What the shell writes when a task's `cwd` cannot be made."""
 
 
 async def start_shell(
@@ -154,24 +166,6 @@ async def abandon(tree: Tree) -> None:
     """End a tree that nobody will use."""
     await tree.end()
     tree.close()
-
-
-def environment_file(variables: dict[str, str], workspace: str, cwd: str | None) -> str:
-    """The state that a session starts from, as bash reads it."""
-    there = shlex.quote(posixpath.join(workspace, cwd or ""))
-    made = f"{{ mkdir -p -- {there} && cd -- {there}; }}"
-    failed = f"{{ printf '{NO_CWD} %s\\n' {there} >&4; exit 125; }}"
-    go = f"cd -- {there} 2>/dev/null || {made} || {failed}"
-    lines = [_export(name, value) for name, value in variables.items()]
-    names = " ".join(name for name in variables if name != "LANG")  # unsetting that one is slow
-    return "\n".join([f"_hx_names='{names}'", "umask 022", *lines, go, ""])
-
-
-def _export(name: str, value: str) -> str:
-    word = shlex.quote(value)
-    # Loading a locale is a tenth of a shell's start: not again when the sandbox came with it.
-    unless = f"[[ ${{LANG-}} = {word} ]] || " if name == "LANG" else ""
-    return f"{unless}export {name}={word}"
 
 
 def encode(command: str) -> bytes:
@@ -292,7 +286,9 @@ class Background:
             raise ValueError(f"process {number} is unknown")
         process.take(kind, value)
 
-    async def start(self, text: bytes, end: Callable[[int], None]) -> BackgroundProcess:
+    async def start(
+        self, text: bytes, end: Callable[[int], None], session: ShellSession | None = None
+    ) -> BackgroundProcess:
         """Start one in the session's present state. Raises: ShellLost."""
         self._shell.check_control()
         self._made += 1
@@ -301,7 +297,7 @@ class Background:
         command.write_bytes(text)
         command.chmod(0o644)
         process = self._processes[number] = BackgroundProcess(self._shell, number, end)
-        await self._shell.background(number, process.started)
+        await self._shell.background(number, process.started, session)
         return process
 
     def close(self) -> None:
@@ -350,15 +346,16 @@ class ShellSandbox(ABC):
         cwd: str | None = None,
         stdin: bytes | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
+        session: ShellSession | None = None,
     ) -> CommandResult:
-        """See `base.Sandbox.run`."""
+        """See `base.Sandbox.run`. Args: session: None is the first one."""
         sink = HeadTail(max_output_bytes)
         text = encode(command)
         if cwd is not None:
             there = shlex.quote(posixpath.join(self.workspace, cwd))
             text = f"_hx_pwd=$PWD; cd -- {there} || exit; _hx_tmp=$PWD\n".encode() + text
         started = time.monotonic()
-        ended = await self._execute("r", text, sink, timeout_s, stdin)
+        ended = await self._execute("r", text, sink, timeout_s, stdin, session)
         seconds = time.monotonic() - started
         await self._after(ended)
         head, tail = sink.parts()
@@ -372,22 +369,32 @@ class ShellSandbox(ABC):
             raw=head + tail,
         )
 
-    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
-        """See `base.Sandbox.start_process`."""
+    async def new_session(self) -> Sandbox:
+        """See `base.Sandbox.new_session`."""
+        return cast("Sandbox", SandboxSession(self, self.new_shell_session()))
+
+    def new_shell_session(self, like: ShellSession | None = None) -> ShellSession:
+        """Begin another session of the shell, in the present state of one."""
+        return self._shell.new_session(like)
+
+    async def start_process(
+        self, command: str, *, cwd: str | None = None, session: ShellSession | None = None
+    ) -> Process:
+        """See `base.Sandbox.start_process`. Args: session: None is the first one."""
         text = encode(command)
         if cwd is not None:
             there = shlex.quote(posixpath.join(self.workspace, cwd))
             text = f"cd -- {there} || exit\n".encode() + text
         self._raise_if_dead()
         try:
-            return await self._background.start(text, self._tree.end_process)
+            return await self._background.start(text, self._tree.end_process, session)
         except ShellLost as lost:
             raise await self._dead(lost) from None
 
     async def read_file(self, path: str) -> bytes:
         """See `base.Sandbox.read_file`. A relative path starts from the workspace."""
         if (fd := self._open(path, Beneath.open_read)) is not None:
-            return await _read(fd, path)
+            return await read_open(fd, path)
         sink = Everything(READ_MAX)
         await self._inside(_READ, path, sink)
         return sink.value()
@@ -397,14 +404,14 @@ class ShellSandbox(ABC):
         if (fd := self._open(path, Beneath.open_write)) is None:
             await self._inside(_WRITE, path, HeadTail(4096), data)
         elif len(data) <= IN_THREAD:
-            _write(fd, data)
+            write_open(fd, data)
         else:
-            await asyncio.to_thread(_write, fd, data)
+            await asyncio.to_thread(write_open, fd, data)
 
     async def upload(self, local: Path, remote: str) -> None:
         """See `base.Sandbox.upload`."""
         if (fd := self._open(remote, Beneath.open_write)) is not None:
-            await asyncio.to_thread(_copy_in, local, fd)
+            await asyncio.to_thread(copy_in, local, fd)
             return
         given = self._shell.inputs / f"upload{id(remote)}"
         await asyncio.to_thread(shutil.copyfile, local, given)
@@ -413,7 +420,7 @@ class ShellSandbox(ABC):
     async def download(self, remote: str, local: Path) -> None:
         """See `base.Sandbox.download`."""
         if (fd := self._open(remote, Beneath.open_read)) is not None:
-            await asyncio.to_thread(_copy_out, fd, local, _bounded_size(fd, remote, DOWNLOAD_MAX))
+            await asyncio.to_thread(copy_out, fd, local, bounded_size(fd, remote, DOWNLOAD_MAX))
             return
         try:
             await self._inside(_READ, remote, IntoFile(local, DOWNLOAD_MAX))
@@ -548,7 +555,7 @@ class ShellSandbox(ABC):
         ended = await self._execute("i", encode(text), sink, TRANSFER_S, stdin)
         limit = UNSIZED_MAX if ended.exit_code == _UNSIZED else sink.limit
         if limit is not None and sink.total > limit:
-            raise _too_large(path, limit)
+            raise too_large(path, limit)
         if ended.timed_out:
             raise OSError(f"{path}: took longer than {TRANSFER_S:g} s")
         if ended.exit_code not in (0, _UNSIZED):
@@ -562,11 +569,14 @@ class ShellSandbox(ABC):
         sink: Sink,
         timeout_s: float,
         stdin: bytes | Path | None = None,
+        session: ShellSession | None = None,
     ) -> Ended:
         self._raise_if_dead()
         stood = not self._shell.lost.is_set()
         try:
-            return await self._shell.execute(kind, text, sink, timeout_s=timeout_s, stdin=stdin)
+            return await self._shell.execute(
+                kind, text, sink, timeout_s=timeout_s, stdin=stdin, session=session
+            )
         except ShellLost as lost:
             error = await self._dead(lost)
             error.in_command |= stood and not (lost.unsent or lost.vanished)
@@ -589,6 +599,32 @@ class ShellSandbox(ABC):
         await self.aclose()
 
 
+class SandboxSession:
+    """A sandbox through another shell session of it (see `base.Sandbox.new_session`)."""
+
+    def __init__(self, sandbox: ShellSandbox, session: ShellSession) -> None:
+        self._sandbox, self._session = sandbox, session
+
+    async def run(self, command: str, **options: Any) -> CommandResult:
+        """See `base.Sandbox.run`."""
+        return await self._sandbox.run(command, session=self._session, **options)
+
+    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
+        """See `base.Sandbox.start_process`."""
+        return await self._sandbox.start_process(command, cwd=cwd, session=self._session)
+
+    async def new_session(self) -> Sandbox:
+        """See `base.Sandbox.new_session`."""
+        session = self._sandbox.new_shell_session(self._session)
+        return cast("Sandbox", SandboxSession(self._sandbox, session))
+
+    async def aclose(self) -> None:
+        """Nothing: the sandbox belongs to whoever leased it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+
 class FolderSandbox(ShellSandbox):
     """One whose workspace is a folder that the host can open.
 
@@ -608,7 +644,7 @@ class FolderSandbox(ShellSandbox):
         beneath = self._beneath(path)
         if beneath is None:
             raise OSError(errno.EXDEV, "not below the workspace", path)
-        return await _read(self._files.open_read(beneath), path)
+        return await read_open(self._files.open_read(beneath), path)
 
     async def _save_files(self, folder: Path) -> None:
         """See `ShellSandbox`."""
@@ -653,45 +689,3 @@ async def restored(sandbox: ShellSandbox, snapshot: SandboxSnapshot) -> None:
 async def save_folder(folder: Path, archive: Path) -> None:
     """Write a folder to an archive of a snapshot. Raises: Unpackable; OSError."""
     await pack_in_thread(folder, lambda packing: packing.pack(archive, compress=False))
-
-
-def _too_large(path: str, limit: int) -> OSError:
-    more = ": download it instead" if limit == READ_MAX else ""
-    return OSError(f"{path}: more than {limit} bytes{more}")
-
-
-def _bounded_size(fd: int, path: str, limit: int) -> int:
-    """Size of an open file. Closes it and raises OSError when that is above the limit."""
-    size = os.fstat(fd).st_size
-    if size > limit:
-        os.close(fd)
-        raise _too_large(path, limit)
-    return size
-
-
-async def _read(fd: int, path: str) -> bytes:
-    """What was in the file when it was looked at: its owner may be writing on."""
-
-    def read() -> bytes:
-        with open(fd, "rb") as file:
-            return file.read(size)
-
-    size = _bounded_size(fd, path, READ_MAX)
-    return read() if size <= IN_THREAD else await asyncio.to_thread(read)
-
-
-def _write(fd: int, data: bytes) -> None:
-    with open(fd, "wb") as file:
-        file.write(data)
-
-
-def _copy_in(local: Path, fd: int) -> None:
-    with open(fd, "wb") as target, open(local, "rb") as source:
-        shutil.copyfileobj(source, target, 1 << 20)
-
-
-def _copy_out(fd: int, local: Path, left: int) -> None:
-    with open(fd, "rb") as source, open(local, "wb") as target:
-        while data := source.read(min(left, 1 << 20)):
-            target.write(data)
-            left -= len(data)

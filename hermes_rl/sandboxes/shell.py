@@ -291,6 +291,18 @@ class ShellPaths:
     """Where commands' inputs go when not in the control directory: a path that both sides share."""
 
 
+@dataclass
+class ShellSession:
+    """One of the sessions of a shell: the state that its next command starts from."""
+
+    name: str = ""
+    """Beginning of the names of its state files."""
+    source: str = "-"
+    """The file with its state; `-` is the state of the start."""
+    flip: bool = False
+    """Which of its two files takes the next state."""
+
+
 def supervisor_text() -> str:
     """The supervisor as bash runs it: comments left out, saving put in its places."""
     here = Path(__file__)
@@ -337,8 +349,8 @@ class Shell:
             paths.control / "cmd", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
         )
         os.fchmod(self._command, 0o644)  # whatever the umask took
-        self._source = "-"
-        self._flip = False
+        self._main = ShellSession()
+        self._sessions = 0
         self._files = 0
         channel.setblocking(False)
         self._loop.add_reader(channel.fileno(), self._readable)
@@ -351,7 +363,12 @@ class Shell:
     def source(self) -> str | None:
         """The file in the sandbox with the state that the next command starts from; None where it
         is that of the start."""
-        return None if self._source == "-" else self._source
+        return None if self._main.source == "-" else self._main.source
+
+    def new_session(self, like: ShellSession | None = None) -> ShellSession:
+        """Begin another session, in the present state of one; None is the first session."""
+        self._sessions += 1
+        return ShellSession(f"s{self._sessions}", (like or self._main).source)
 
     def start_from(self, state: Path) -> None:
         """Have the first command start from a state that an earlier session saved.
@@ -359,7 +376,7 @@ class Shell:
         Args:
             state: a file of the control directory.
         """
-        self._source = f"{self.paths.inside}/{state.name}"
+        self._main.source = f"{self.paths.inside}/{state.name}"
 
     @property
     def busy(self) -> bool:
@@ -385,8 +402,12 @@ class Shell:
         *,
         timeout_s: float | None = None,
         stdin: bytes | Path | None = None,
+        session: ShellSession | None = None,
     ) -> Ended:
         """Run a command and move its output to the sink.
+
+        Args:
+            session: whose state it sees and changes; None is the first session.
 
         Raises: ShellLost when the supervisor is gone, or had to be given up after a timeout.
         """
@@ -395,11 +416,15 @@ class Shell:
             given = self._give(stdin) if stdin is not None else None
             os.pwrite(self._command, command, 0)
             os.ftruncate(self._command, len(command))
-            out = "b" if self._flip else "a"
+            state = session or self._main
+            out = f"{state.name}b" if state.flip else f"{state.name}a"
             source = "/dev/null" if given is None else self._inside(given)
-            line = f"{kind} {self._pipe.name} {source} {self._source} {out}\n"
+            line = f"{kind} {self._pipe.name} {source} {state.source} {out}\n"
             try:
-                ended = await self._converse(kind, line.encode(), out, sink, timeout_s)
+                ended, saved = await self._converse(line.encode(), sink, timeout_s)
+                if kind == "r" and saved and not ended.timed_out:
+                    state.source = "-" if saved == b"-" else f"{self.paths.state}/{out}"
+                    state.flip = not state.flip
                 self.check_control()
                 return ended
             finally:
@@ -435,7 +460,9 @@ class Shell:
             raise ShellLost("a command could not be ended")
         self._ending = None
 
-    async def background(self, number: int, started: asyncio.Future[None]) -> None:
+    async def background(
+        self, number: int, started: asyncio.Future[None], session: ShellSession | None = None
+    ) -> None:
         """Have the supervisor start background process `number`; `on_process` hears of it.
 
         Until `started` is done no command can begin, so that the two are never mistaken for each
@@ -443,7 +470,8 @@ class Shell:
         """
         async with self._turn:
             await self._idle()
-            self.send(f"b {number} - {self._source} -\n".encode())
+            source = (session or self._main).source
+            self.send(f"b {number} - {source} -\n".encode())
             await self._surely(self._begun(started))
 
     async def _begun(self, started: asyncio.Future[None]) -> bool:
@@ -457,8 +485,9 @@ class Shell:
         return True
 
     async def _converse(
-        self, kind: Kind, line: bytes, out: str, sink: Sink, timeout_s: float | None
-    ) -> Ended:
+        self, line: bytes, sink: Sink, timeout_s: float | None
+    ) -> tuple[Ended, bytes]:
+        """Have a command run: its end, and the first letter of its state."""
         self._answer, self._awaited = None, True
         waiter = self._waiter = self._loop.create_future()
         watch = self._watch = Watch(self._loop, self._pipe, sink, waiter, timeout_s)
@@ -476,10 +505,7 @@ class Shell:
         else:
             self._settle(watch)
         code, saved = self._said()
-        if kind == "r" and saved and in_time:
-            self._source = "-" if saved == b"-" else f"{self.paths.state}/{out}"
-            self._flip = not self._flip
-        return Ended(code if in_time else 124, not in_time)
+        return Ended(code if in_time else 124, not in_time), saved
 
     def _said(self) -> tuple[int, bytes]:
         """How the command ended: exit code, first letter of its state. Raises: ShellLost."""

@@ -25,7 +25,7 @@ from hermes_rl.store.recovery import Recovery, RecoveryReport, duplicate_message
 from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
 from hermes_rl.text import SECRETS
-from hermes_rl.trajectory import fold
+from hermes_rl.trajectory import fold, fold_subagents
 
 _MAX_VALUE_CHARS = 40
 """Longer values are cut in error messages."""
@@ -323,5 +323,7 @@ async def append_attempts(
                 continue
             key = AttemptKey(unit_id=unit, epoch=driver.epoch, attempt=0)
             first = msgspec.structs.replace(begun, key=key, run_id=driver.run_id)
-            await journal.finish(Finished(key=key, row=fold([first, *rest])))
+            row = fold([first, *rest])
+            children = fold_subagents([first, *rest], row)
+            await journal.finish(Finished(key=key, row=row, subagents=children))
         await Publisher(journal).drain()

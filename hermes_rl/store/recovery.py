@@ -43,7 +43,7 @@ from hermes_rl.store.rundir import (
     part_name,
     stem_of,
 )
-from hermes_rl.trajectory import fold
+from hermes_rl.trajectory import fold, fold_subagents
 
 _decode_live = msgspec.json.Decoder(LiveLine).decode
 _decode_dispatch = msgspec.json.Decoder(Dispatched).decode
@@ -261,7 +261,8 @@ class Recovery:
         begun = events[0]
         assert isinstance(begun, Begun)
         row, segments = with_segments(events, fold(events, lost=cause, at=at))
-        return Finished(key=begun.key, row=row, segments=segments)
+        children = fold_subagents(events, row)
+        return Finished(key=begun.key, row=row, subagents=children, segments=segments)
 
     def _receipts(
         self, writer: str, sent: Mapping[AttemptKey, Dispatched]

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
         concern_of,
         refusal,
     )
-    from hermes_rl.tools.base import Tool, ToolContext, ToolResult, read_arguments, tool
+    from hermes_rl.tools.base import (
+        ChildResult,
+        ChildTask,
+        Delegate,
+        Tool,
+        ToolContext,
+        ToolResult,
+        read_arguments,
+        tool,
+    )
+    from hermes_rl.tools.delegate_task import DELEGATE_TASK
     from hermes_rl.tools.functions import function_tool
     from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe
     from hermes_rl.tools.matching import STRATEGIES, find, replace

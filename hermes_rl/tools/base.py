@@ -11,16 +11,55 @@ text is taken for what the schema asks.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes import Sandbox
+
+
+class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task for a sub-agent."""
+
+    goal: str
+    context: str = ""
+    """What the sub-agent has to know."""
+
+    @property
+    def prompt(self) -> str:
+        """The sub-agent's first message."""
+        return f"{self.goal}\n\nContext:\n{self.context}" if self.context.strip() else self.goal
+
+
+class ChildResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of it, as the parent's model reads it."""
+
+    task: int
+    """1-based place in the call."""
+    status: str
+    """completed; exhausted (a limit of turns, tokens or time); failed; timeout."""
+    end_reason: str
+    turns: int
+    summary: str | None = None
+    """The sub-agent's answer."""
+    error: str | None = None
+
+
+class Delegate(Protocol):
+    """Runs sub-agents."""
+
+    async def __call__(self, call_id: str, tasks: Sequence[ChildTask]) -> Sequence[ChildResult]:
+        """Run a sub-agent on each task; the results in the order of the tasks.
+
+        Args:
+            call_id: of the tool call that gives the tasks.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +73,10 @@ class ToolContext:
     """What is left of the rollout's active time, at most the tool's own limit."""
     env: dict[str, Any] = field(default_factory=dict)
     """State of the environment's rollout (`hermes_rl.rl.RolloutContext.state`)."""
+    call_id: str = ""
+    """The call that runs, where `delegate` is there."""
+    delegate: Delegate | None = None
+    """Runs sub-agents; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +146,14 @@ def schema(name: str, wording: int | None = None) -> dict[str, Any]:
     """Return the description and the parameters of a tool of this package, as `tool` takes them.
 
     They are texts that models read, and part of a run's identity: schemas.json keeps every wording.
+    A tool that is newer than a wording has the latest.
 
     Args:
         wording: a key of schemas.json; None is the latest.
     """
     wordings = _schemas()
-    return wordings[max(wordings, key=int) if wording is None else str(wording)][name]
+    latest = wordings[max(wordings, key=int)]
+    return (latest if wording is None else wordings[str(wording)]).get(name) or latest[name]
 
 
 def tool(

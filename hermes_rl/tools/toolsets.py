@@ -16,6 +16,7 @@ import msgspec
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.tools.base import Tool, schema
+from hermes_rl.tools.delegate_task import delegate_task
 from hermes_rl.tools.patch import patch
 from hermes_rl.tools.read_file import read_file
 from hermes_rl.tools.search_files import search_files
@@ -23,7 +24,8 @@ from hermes_rl.tools.terminal import terminal
 from hermes_rl.tools.write_file import write_file
 
 TOOLS: dict[str, Tool] = {
-    tool.name: tool for tool in (terminal, read_file, write_file, patch, search_files)
+    tool.name: tool
+    for tool in (terminal, read_file, write_file, patch, search_files, delegate_task)
 }
 """Name -> tool, in the order in which models see them."""
 
@@ -46,6 +48,7 @@ TOOLSETS: dict[str, Toolset] = {
     ),
     "file_read": Toolset("Read and search files.", ("read_file", "search_files")),
     "coding": Toolset("Everything for work on code.", includes=("terminal", "file")),
+    "delegation": Toolset("Give tasks to sub-agents.", ("delegate_task",)),
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")

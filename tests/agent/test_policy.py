@@ -28,7 +28,10 @@ from hermes_rl.messages import (
 from hermes_rl.models import Sampling
 from hermes_rl.models.prepare import repaired_roles
 
-SETTINGS = ("command_timeout_s", "name", "invalid_turn_limit", "sampling", "wording")
+SETTINGS = (
+    *("command_timeout_s", "name", "invalid_turn_limit", "sampling", "wording"),
+    *("child_turns", "child_depth", "child_timeout_s"),
+)
 
 
 def test_rl_turns_every_switch_off() -> None:
@@ -40,6 +43,8 @@ def test_rl_turns_every_switch_off() -> None:
         "reuse_prior_text",
         "continue_cut_streams",
         "context_files",
+        "children_share_turns",
+        "child_sandbox",
     }
 
 
@@ -57,6 +62,7 @@ def test_single_switches() -> None:
     [
         ({"nudge": True}, "agent.switches: unknown switch 'nudge'"),
         ({"name": "x"}, "unknown switch"),
+        ({"child_depth": 4}, "child_depth must be from 1 to 3, not 4"),
         ({"sampling": None}, "unknown switch"),
         ({"retry_empty": 3}, r"agent\.switches\.retry_empty must be true or false, not 3"),
         ({"tool_loop_limit": 0}, "must be a whole number from 1 or null, not 0"),
