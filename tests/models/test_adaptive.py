@@ -68,7 +68,7 @@ def simulate(server, seconds, *, latency, callers, changes=(), seed=1, refusal=0
         while changes and now >= changes[0][0]:
             server.rate *= changes.pop(0)[1]
         again = None
-        if what == "tick":  # somebody waits for a bucket, and a worker reports
+        if what == "tick":  # a call waits for a bucket, and a worker reports
             regulator.update(Events(running=in_flight), now)
             again = (now + 0.05, "tick")
         elif what == "back":

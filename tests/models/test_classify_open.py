@@ -1,4 +1,4 @@
-"""Classification of what nobody foresaw: any body, any exception."""
+"""Classification of arbitrary bodies and exceptions."""
 
 import json
 import ssl

@@ -48,7 +48,7 @@ def test_slots_are_divided_fairly(limit, demands, turn):
     assert sum(shares.values()) <= max(0, limit)
     assert sum(shares.values()) >= min(max(0, limit), sum(demands.values()))
     for name, share in shares.items():
-        if share < demands[name]:  # whoever lacks has no less than anybody else, a unit apart
+        if share < demands[name]:  # a worker below its demand has no less than any other
             assert share >= max(shares.values()) - 1
     served = [
         n for t in range(len(demands)) for n, s in divide_slots(limit, demands, t).items() if s

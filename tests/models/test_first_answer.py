@@ -49,7 +49,7 @@ async def test_closed_port_is_given_up_early(kit, stage):
 
 @pytest.mark.parametrize("kind", ["unavailable", "overloaded", "rate_limit"])
 async def test_loading_or_busy_server_is_waited_for(kit, stage, kind):
-    """A model that is being loaded answers 503 for minutes: somebody is there."""
+    """A model that is being loaded answers 503 for minutes, which is an answer."""
     async with stage() as s:
         server = await s.server(conditions=dead(kind))
         calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, first_answer_s=0.2))

@@ -36,7 +36,7 @@ async def ask(limiter, client, request):
 
 @pytest.mark.slow
 async def test_two_thousand_calls_in_flight(kit, descriptors):
-    """The server answers nobody before all have asked: a pool that held some back would hang."""
+    """The server answers once all requests have arrived; a pool that queues some would hang."""
     coordinator = Coordinator(AT_ONCE, {}, {}, clock=time.monotonic, unix=time.time, start=AT_ONCE)
     share = Share("1")
     async with (

@@ -1,4 +1,4 @@
-"""Keys that a command prints: what it may print, who shares one run of it, what a refusal means."""
+"""Keys printed by a command: valid output, sharing of one run, and refusals."""
 
 import asyncio
 import base64

@@ -151,7 +151,7 @@ def test_neutral_filters_are_not_sent_to_providers_without_them(host: str, sent:
     body = json.loads(dialect.encode(replace(request, sampling=everything)))
     assert ("top_k" in body, "min_p" in body, body["top_p"]) == (sent, sent, 1.0)
     wanted = json.loads(dialect.encode(replace(request, sampling=Sampling(top_k=5))))
-    assert wanted["top_k"] == 5  # the server may refuse it, but nobody drops what was asked for
+    assert wanted["top_k"] == 5  # the server may refuse it, but the client never drops it
 
 
 def test_quirks_default_to_those_of_the_provider() -> None:

@@ -185,7 +185,7 @@ ids = st.sampled_from(["", "a:1", "a.1", "toolu_1", "toolu_2"])
 
 
 def any_messages(mode):
-    """Messages in any order; results of calls that nobody made."""
+    """Messages in any order, including results without a call."""
     loose = st.builds(
         AssistantMessage,
         content=text,
