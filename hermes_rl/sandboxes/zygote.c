@@ -32,7 +32,6 @@
  *   b SOURCE PATH      bind, read-only       B SOURCE PATH   bind, writable
  *   n SOURCE PATH      bind a device node
  *   m PATH             attach the next descriptor of the request, a detached mount
- *   o PATH OPTIONS     mount an overlay
  *   r PATH             make a mount read-only
  *   In a setup SOURCE is an absolute path of the machine; in a request it is one below this root,
  *   where no symbolic link and no ".." is followed.
@@ -222,7 +221,7 @@ static int operate(char **words, size_t count, int *fds, int fd_count, int below
     while (at < count) {
         const char *kind = words[at++];
         size_t wanted = strchr("dmr", kind[0]) ? 1 : 2;
-        if (strlen(kind) != 1 || !strchr("dltbBnmor", kind[0]) || count - at < wanted) {
+        if (strlen(kind) != 1 || !strchr("dltbBnmr", kind[0]) || count - at < wanted) {
             errno = EPROTO;
             fail("operation %s", kind);
         }
@@ -257,9 +256,6 @@ static int operate(char **words, size_t count, int *fds, int fd_count, int below
             }
             set_attributes(fds[used], "", EMPTY_PATH, ATTR_NOSUID | ATTR_NODEV);
             attach(fds[used++], first);
-            break;
-        case 'o':
-            mount_new("overlay", first, MS_NOSUID | MS_NODEV, second);
             break;
         case 'r':
             set_attributes(AT_FDCWD, first, 0, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV);
