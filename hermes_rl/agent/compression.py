@@ -293,7 +293,8 @@ class _Summaries:
 
     async def _one(self, summariser: Summariser, prompt: str, tokens: int) -> str | None:
         """One model's answer; None when it cannot be used."""
-        most = 2 * tokens + min(_THINKING, (self.run.context.window or 0) // _SHARE_OF_WINDOW)
+        run = self.run
+        most = 2 * tokens + min(_THINKING, (run.context.window or 0) // _SHARE_OF_WINDOW)
         wanted = summariser.sampling.max_tokens
         request = ModelRequest(
             model=summariser.model,
@@ -305,7 +306,7 @@ class _Summaries:
         try:
             async with asyncio.timeout(self._until - time.monotonic()):
                 answer = await summariser.caller.call(
-                    request, turn=self.run.turn, purpose="summary"
+                    request, turn=run.turn, purpose="summary", agent=run.parts.agent
                 )
         except (ModelError, CostLimit, UnitCostLimit, UserError) as error:
             _log.warning("no summary: %s: %s", type(error).__name__, error)

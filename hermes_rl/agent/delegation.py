@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from hermes_rl import events as ev
-from hermes_rl.agent.parts import AgentParts, AgentResult, Caller, Control, FallsBack, RunState
+from hermes_rl.agent.parts import (
+    AgentParts,
+    AgentResult,
+    Caller,
+    Control,
+    FallsBack,
+    KnowsWindow,
+    RunState,
+)
 from hermes_rl.agent.policy import Limits, Refunds
 from hermes_rl.agent.prompt import system_prompt
 from hermes_rl.agent.run import run_agent
@@ -273,6 +281,11 @@ class ChildCaller:
     ) -> Completion:
         """See `Caller`."""
         return await self.caller.call(request, turn=turn, purpose=purpose, agent=self.agent)
+
+    @property
+    def window(self) -> int | None:
+        """See `KnowsWindow`."""
+        return self.caller.window if isinstance(self.caller, KnowsWindow) else None
 
     def fall_back(self) -> bool:
         """See `FallsBack`."""
