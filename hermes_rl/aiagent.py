@@ -77,7 +77,7 @@ from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
-from hermes_rl.tools import DELEGATE_TASK, Tool
+from hermes_rl.tools import DELEGATE_TASK, Tool, default_approval
 from hermes_rl.wiring import BACKENDS, Link, context_parts, make_backend, open_link
 
 FIRST_ANSWER_S = 5.0
@@ -235,7 +235,7 @@ class AIAgent:
             limits=limits,
             fallbacks=fallbacks,
             session=session,
-            sandboxed=sandboxed,
+            approval=default_approval(sandboxed, sandbox),
             context=context,
         )
         self.model, self.sandbox, self.toolsets = settings.model, sandbox, settings.toolsets

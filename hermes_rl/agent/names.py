@@ -113,7 +113,7 @@ def settle(
     limits: Limits | None,
     fallbacks: Any,
     session: object,
-    sandboxed: bool,
+    approval: Approval,
     context: object = None,
 ) -> AgentSettings:
     """Settle the keywords of `AIAgent`.
@@ -121,7 +121,7 @@ def settle(
     Args:
         names: those of `OtherNames`.
         policy: its wording and timeout are those of the tools of toolsets.
-        sandboxed: commands run in a sandbox.
+        approval: decides about dangerous commands where `names` does not say who does.
 
     Raises: UserError for an unknown name or tool, and for two names that contradict each other.
     """
@@ -148,7 +148,7 @@ def settle(
         session_id=names.get("session_id"),
         save_to=(SAVED if save is True else Path(save)) if save else None,
         callbacks=Callbacks.of(names),
-        approval=_approval(names, policy, sandboxed=sandboxed),
+        approval=_approval(names, policy, approval),
         context=_context(context, policy),
     )
 
@@ -179,7 +179,7 @@ def _one_of(choices: Mapping[str, Any]) -> Any:
     return next(iter(values.values()), None)
 
 
-def _approval(names: Mapping[str, Any], policy: Policy, *, sandboxed: bool) -> Approval | None:
+def _approval(names: Mapping[str, Any], policy: Policy, default: Approval) -> Approval | None:
     """Who decides about dangerous commands. Raises: UserError."""
     chosen, ask = names.get("approval"), names.get("approval_callback")
     if isinstance(chosen, Approval):
@@ -187,11 +187,7 @@ def _approval(names: Mapping[str, Any], policy: Policy, *, sandboxed: bool) -> A
             raise UserError("approval and approval_callback contradict each other. Use one of them")
         return chosen
     if chosen is None and ask is None:
-        if not policy.check_commands:
-            return None
-        if sandboxed:
-            return Approval("allow", disposable=True)
-        chosen = "ask"
+        return default if policy.check_commands else None
     mode = chosen or "ask"
     if mode not in get_args(Mode):
         raise UserError(unknown("approval mode", str(mode), get_args(Mode)))

@@ -101,7 +101,7 @@ class Bubblewrap:
         binary: str | None = None,
         cgroups: bool = True,
     ) -> None:
-        self._workspace = None if workspace is None else Path(workspace)
+        self.workspace = None if workspace is None else Path(workspace)
         self._state_dir = state_dir
         self._binary = binary or ""
         self._want_cgroups = cgroups
@@ -182,7 +182,7 @@ class Bubblewrap:
 
     async def _lease(self, home: Home, spec: SandboxSpec, image: recipe.Root) -> BubblewrapSandbox:
         layers = recipe.Layers(self._etc[spec.network is True], image)
-        simple = not (self._workspace or image.lower or spec.snapshot)
+        simple = not (self.workspace or image.lower or spec.snapshot)
         lease = self._recycled.take(spec, layers) if simple else None
         known = lease is not None
         if lease is None:
@@ -202,7 +202,7 @@ class Bubblewrap:
         return sandbox
 
     def _new_lease(self, home: Home, spec: SandboxSpec, layers: recipe.Layers) -> Lease:
-        host = host_folder(self._workspace, home.root) if self._workspace is not None else None
+        host = host_folder(self.workspace, home.root) if self.workspace is not None else None
         folder = home.new_box()
         memory = home.memory_folder(folder)
         slot = self._slots.take() if self._slots is not None and host is None else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Ask,
         Mode,
         concern_of,
+        default_approval,
         refusal,
     )
     from hermes_rl.tools.base import (

@@ -234,6 +234,17 @@ class Approval:
         return False
 
 
+def default_approval(sandboxed: bool, backend: object = None) -> Approval:
+    """Who decides where nobody says so: outside a sandbox each dangerous command needs consent.
+
+    Args:
+        backend: of the sandbox; its `workspace`, if it has one, is a folder of this machine.
+    """
+    if not sandboxed:
+        return Approval("ask")
+    return Approval("allow", disposable=getattr(backend, "workspace", None) is None)
+
+
 def refusal(concern: Concern, decision: Decision) -> str:
     """What the model reads in the place of a result."""
     who = "This command is never allowed" if decision == "never" else "This command was denied"

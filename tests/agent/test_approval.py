@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hermes_rl import AIAgent
+from hermes_rl import AIAgent, ModelConfig
 from hermes_rl.agent import PRESETS
 from hermes_rl.errors import UserError
 from hermes_rl.tools import PLAIN, SUSPECT, Approval, ApprovalRequest, concern_of
@@ -229,8 +229,6 @@ def test_without_a_sandbox_nobody_to_ask_denies_and_a_callback_decides(make: Mak
 
 
 def test_in_a_sandbox_dangerous_commands_are_allowed(server: Any) -> None:
-    from hermes_rl import ModelConfig
-
     model = ModelConfig(name="m", base_url=server.base_url, api_key="right")
     with AIAgent(model, toolsets=["terminal"]) as agent:
         result = agent.run_conversation(say({"run": REMOVE}, {"run": DESTROY}, "done"))

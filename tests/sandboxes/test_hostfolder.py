@@ -108,3 +108,17 @@ async def test_an_agent_on_a_project(state: Path, project: Path) -> None:
             assert (await agent.run(prompt))["final_response"] == "done"
     assert (project / "main.py").read_text() == "print(1)\n2\n"
     assert [*state.glob("boxes/*"), *state.glob("owners/*")] == []  # the backend ended too
+
+
+async def test_an_agent_cannot_destroy_the_project_by_a_known_command(
+    state: Path, project: Path
+) -> None:
+    """The files are the user's: what is free in other sandboxes is not here."""
+    async with FakeServer() as server:
+        model = ModelConfig(name="m", base_url=server.base_url)
+        sandbox = Bubblewrap(workspace=project, state_dir=state)
+        prompt = 'Do it.\nSCRIPT: [{"run": "rm -rf ~/*"}, "done"]'
+        async with AIAgent(model, toolsets=["terminal"], sandbox=sandbox) as agent:
+            result = await agent.run(prompt)
+    assert "never allowed" in str(result["messages"])
+    assert (project / "main.py").exists()
