@@ -188,7 +188,7 @@ async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def outermost_bwraps(lease: str) -> list[int]:
+def marked_processes(lease: str) -> list[int]:
     """Processes on this machine with a lease's mark in their argv, outermost first."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -197,9 +197,18 @@ def outermost_bwraps(lease: str) -> list[int]:
                 phrases = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if any(lease.encode() in fragment for fragment in phrases) and b"bwrap" in phrases[0]:
+            if any(lease.encode() in fragment for fragment in phrases):
                 found.append(int(folder.name))
     return sorted(found)
+
+
+def launcher_of(lease: str) -> int:
+    """What started a sandbox: bubblewrap, or the zygote."""
+    outermost = marked_processes(lease)[0]
+    if b"bwrap" in Path(f"/proc/{outermost}/cmdline").read_bytes():
+        return outermost
+    status = Path(f"/proc/{outermost}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("PPid")).split()[1])
 
 
 async def test_host_fault_is_sandbox_died(stage: Open) -> None:
@@ -208,9 +217,7 @@ async def test_host_fault_is_sandbox_died(stage: Open) -> None:
     item = s.item(row)
     running = asyncio.create_task(s.attempt(row))
     await until(lambda: s.server.requests >= 3)
-    pids = outermost_bwraps(item.unit_id[:16])
-    assert pids
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(launcher_of(item.unit_id[:16]), signal.SIGKILL)
     got = await asyncio.wait_for(running, 30)
     assert (got.cause, got.owner, got.reward) == ("sandbox_died", "infrastructure", None)
     assert got.turns == 3
@@ -221,11 +228,11 @@ async def test_cancelling_ends_the_sandbox(stage: Open) -> None:
     row = {"prompt": script({"run": "sleep 60"})}
     item = s.item(row)
     running = asyncio.create_task(s.attempt(row))
-    await until(lambda: s.server.requests and outermost_bwraps(item.unit_id[:16]))
+    await until(lambda: s.server.requests and marked_processes(item.unit_id[:16]))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await until(lambda: not outermost_bwraps(item.unit_id[:16]))
+    await until(lambda: not marked_processes(item.unit_id[:16]))
 
 
 async def test_no_secret_reaches_a_sandbox_or_a_row(
