@@ -71,7 +71,7 @@ from hermes_rl.sandboxes import (
 )
 from hermes_rl.tasks import Task, Verify
 from hermes_rl.text import clean, scrub
-from hermes_rl.tools import DELEGATE_TASK, Approval, Tool, default_approval
+from hermes_rl.tools import DELEGATE_TASK, Approval, Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
@@ -551,8 +551,8 @@ class _Attempt:
 
     def _approval(self, sandbox: Sandbox | None) -> Approval:
         """A sandbox contains what commands do; without one, dangerous ones are denied."""
-        backend = self.context.config.sandbox.backend
-        return default_approval(sandbox is not None and backend != "none")
+        safe = sandbox is not None and self.context.config.sandbox.backend != "none"
+        return Approval("allow", disposable=True) if safe else Approval("deny")
 
 
 async def prepare(sandbox: Sandbox, task: Task) -> None:
