@@ -328,16 +328,17 @@ def worker_pids(out: Path) -> list[int]:
 def sandbox_pids(out: Path) -> list[int]:
     """The outermost process of each sandbox of a run: its arguments contain the run id."""
     run_id = json.loads((out / "epochs" / "1.json").read_bytes())["run_id"].encode()
-    found = []
+    parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             line = (entry / "cmdline").read_bytes()
             name = (entry / "comm").read_text().strip()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if name == "bwrap" and run_id in line:
-            found.append(int(entry.name))
-    return sorted(found)
+        if name in ("bwrap", "bash") and run_id in line:
+            parents[int(entry.name)] = parent
+    return sorted(pid for pid, parent in parents.items() if parent not in parents)
 
 
 def leftover_processes(marks: Iterable[str], out: Path) -> list[str]:

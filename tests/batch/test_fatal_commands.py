@@ -46,15 +46,9 @@ async def wait_for_command(command: str, run: kit.RunProcess) -> int:
 async def kill_sandbox_of(command: str, run: kit.RunProcess, out: Path) -> None:
     """Wait until the command runs, and kill its sandbox as an out-of-memory killer would."""
     pid = await wait_for_command(command, run)
-    sandboxes = kit.sandbox_pids(out)
-    (outermost,) = [pid for pid in sandboxes if _parent(pid) not in sandboxes]
+    (outermost,) = kit.sandbox_pids(out)
     kit.kill(outermost)
     await kit.check_processes_ended([pid], 30.0)
-
-
-def _parent(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])
 
 
 def causes(out: Path) -> dict[int, str]:
