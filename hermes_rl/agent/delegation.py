@@ -121,7 +121,11 @@ class Children:
             )
             self._with.recorder.record(begun)
             ended = _Ended("interrupted", cause="interrupted")
+            hooks, start = self._run.parts.hooks, time.monotonic()
+            about = {"child_id": name, "parent_id": self._with.agent, "tool_call_id": call_id}
             try:
+                if hooks is not None:
+                    await hooks.observe("subagent_start", **about, goal=prompt)
                 result = await self._run_in_sandbox(name, recorder, prompt)
                 ended = _Ended(result.end_reason, result=result)
             except HermesError as error:
@@ -131,7 +135,17 @@ class Children:
             finally:
                 recorder.record(ended.event())
                 recorder.close()
-            return ended.for_parent(number)
+            found = ended.for_parent(number)
+            if hooks is not None:
+                await hooks.observe(
+                    "subagent_stop",
+                    **about,
+                    status=found.status,
+                    end_reason=found.end_reason,
+                    summary=found.summary or found.error or "",
+                    duration_ms=round((time.monotonic() - start) * 1000),
+                )
+            return found
 
     def _ends_parent(self, error: HermesError) -> bool:
         """Whether an error of a sub-agent is one of its parent too."""

@@ -54,6 +54,8 @@ _RUN = ("session_id", "task_id", "turn_id", "model", "platform")
 _CALL = (*_RUN, "turn", "purpose", "api_call_count")
 _TOOL = ("tool_name", "args", *_RUN, "tool_call_id", "turn")
 _RESULT = ("result", "status", "error_type", "error_message", "duration_ms")
+_APPROVAL = ("tool_name", "command", "pattern_key", "description")
+_CHILD = ("child_id", "parent_id", "tool_call_id")
 _AT_THE_END = "`AIAgent` returns an answer; batch runs never call it"
 
 HOOKS: dict[str, HookPoint] = {
@@ -110,6 +112,17 @@ HOOKS: dict[str, HookPoint] = {
     "transform_tool_result": HookPoint(
         "after a tool ran; what it returns replaces the result", (*_TOOL, *_RESULT), "text"
     ),
+    "pre_approval_request": HookPoint(
+        "before the callback is asked to approve a dangerous command", (*_RUN, *_APPROVAL)
+    ),
+    "post_approval_response": HookPoint(
+        "after the decision: `allowed` or `denied`", (*_RUN, *_APPROVAL, "choice")
+    ),
+    "subagent_start": HookPoint("before a sub-agent starts", (*_RUN, *_CHILD, "goal")),
+    "subagent_stop": HookPoint(
+        "after a sub-agent has ended, unless the run ends with it",
+        (*_RUN, *_CHILD, "status", "end_reason", "summary", "duration_ms"),
+    ),
 }
 """Name -> when it is called, with what, and what it may return."""
 
@@ -118,10 +131,6 @@ NEVER_CALLED = frozenset(
         "on_memory_write",
         "pre_verify",
         "pre_gateway_dispatch",
-        "pre_approval_request",
-        "post_approval_response",
-        "subagent_start",
-        "subagent_stop",
         "kanban_task_claimed",
         "kanban_task_completed",
         "kanban_task_blocked",
@@ -149,6 +158,10 @@ class Hooks:
     post_tool_call: HookFunction | None = None
     transform_terminal_output: HookFunction | None = None
     transform_tool_result: HookFunction | None = None
+    pre_approval_request: HookFunction | None = None
+    post_approval_response: HookFunction | None = None
+    subagent_start: HookFunction | None = None
+    subagent_stop: HookFunction | None = None
     deadline_s: float = DEADLINE_S
     """Seconds that each of them has for a call."""
 

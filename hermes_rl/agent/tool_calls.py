@@ -327,7 +327,18 @@ async def _approve(run: RunState, call: ToolCall, tool: Tool, command: str) -> N
     concern = concern_of(command)
     if approval is None or concern is None:
         return
+    about = {
+        "tool_name": tool.name,
+        "command": command,
+        "pattern_key": concern.pattern,
+        "description": concern.reason,
+    }
+    hooks = run.parts.hooks if approval.asks(concern) else None
+    if hooks is not None:
+        await hooks.observe("pre_approval_request", **about)
     decision = await approval.decide(concern, tool.name, command)
+    if hooks is not None:
+        await hooks.observe("post_approval_response", **about, choice=decision)
     decided = CommandDecided(
         turn=run.turn, tool_call_id=call.id, pattern=concern.pattern, decision=decision
     )

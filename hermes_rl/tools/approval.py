@@ -207,9 +207,16 @@ class Approval:
     timeout_s: float = 60.0
     disposable: bool = False
 
+    def asks(self, concern: Concern) -> bool:
+        """Whether the callback decides about a command."""
+        return self.mode == "ask" and self.ask is not None and not self._forbids(concern)
+
+    def _forbids(self, concern: Concern) -> bool:
+        return concern.never and not self.disposable
+
     async def decide(self, concern: Concern, tool: str, command: str) -> Decision:
         """The decision about a command."""
-        if concern.never and not self.disposable:
+        if self._forbids(concern):
             return "never"
         if self.mode != "ask":
             return "allowed" if self.mode == "allow" else "denied"
@@ -235,7 +242,7 @@ class Approval:
 
 
 def default_approval(sandboxed: bool, backend: object = None) -> Approval:
-    """Who decides where nobody says so: outside a sandbox each dangerous command needs consent.
+    """Return who decides by default: outside a sandbox each dangerous command needs consent.
 
     Args:
         backend: of the sandbox; its `workspace`, if it has one, is a folder of this machine.

@@ -203,6 +203,26 @@ def test_hooks_that_fail_change_nothing_and_are_counted(
         assert set(harmed) == {"hook_bad_returns" if "returns" in kind else "hook_errors"}
 
 
+def test_hooks_see_approvals_and_sub_agents(make: Make) -> None:
+    seen: Seen = []
+    delegate = {"name": "delegate_task", "arguments": {"goal": say("child's answer")}}
+    script = say({"run": "mkdir -p d; rm -r d"}, {"calls": [delegate]}, "Done.")
+    names = ("pre_approval_request", "post_approval_response", "subagent_start", "subagent_stop")
+    hooks = Hooks(**{name: observers(seen)[name] for name in names})
+    toolsets = ["terminal", "delegation"]
+    with make(hooks=hooks, toolsets=toolsets, approval_callback=lambda request: True) as agent:
+        assert agent.chat(script) == "Done."
+    assert [name for name, _ in seen] == list(names)
+    for name, payload in seen:
+        assert set(payload) >= {*HOOKS[name].keywords}, name
+    of = dict(seen)
+    assert of["post_approval_response"]["choice"] == "allowed"
+    assert of["pre_approval_request"]["command"] == "mkdir -p d; rm -r d"
+    assert of["subagent_start"]["child_id"] == "main.1"
+    stop = of["subagent_stop"]
+    assert (stop["status"], stop["summary"]) == ("completed", "child's answer")
+
+
 @pytest.mark.parametrize("guard", [fail, garbage])
 def test_a_tool_whose_guard_fails_is_not_run(make: Make, guard: Any) -> None:
     with make(hooks=Hooks(pre_tool_call=guard)) as agent:
