@@ -122,9 +122,11 @@ def _command(name: str, args: list[str]) -> Callable[[], int]:
     def invoke() -> int:
         import typer
 
-        app = _typer_app(importlib.import_module(_module(name)), name)
-        program = f"{PROGRAM} {name}"
-        code = typer.main.get_command(app).main(args, prog_name=program, standalone_mode=False)
+        module = importlib.import_module(_module(name))
+        # A group alone prints its help; typer would raise it as an error.
+        arguments = args or (["--help"] if hasattr(module, "app") else [])
+        command = typer.main.get_command(_typer_app(module, name))
+        code = command.main(arguments, prog_name=f"{PROGRAM} {name}", standalone_mode=False)
         return int(code or ExitCode.DONE)
 
     return invoke
@@ -138,7 +140,6 @@ def make_app(text: str | None = None) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        no_args_is_help=text is not None,
         help=text,
         context_settings=_HELP_OPTIONS,
     )

@@ -42,7 +42,7 @@ def _work(mode: Mode) -> Callable[[dict[str, Any]], int]:
 app.command("process")(
     run.make_command(
         OPTIONS,
-        "Roll out groups of an environment's tasks as a run; the same command resumes.\n\n"
+        "Roll out groups of tasks as a run. The same command resumes.\n\n"
         "Example: hermes-rl env process my_env --model my-model --base-url "
         "http://127.0.0.1:8000/v1 --limit 100 --repeats 8",
         _work("process"),
@@ -51,7 +51,7 @@ app.command("process")(
 app.command("evaluate")(
     run.make_command(
         OPTIONS,
-        "Evaluate a model on the split eval; also writes metrics.json and samples.jsonl.\n\n"
+        "Evaluate a model on the split eval. Also writes metrics.json and samples.jsonl.\n\n"
         "Example: hermes-rl env evaluate my_env --model my-model --limit 200",
         _work("evaluate"),
     )
@@ -60,7 +60,7 @@ app.command("evaluate")(
 
 @app.command("list")
 def list_environments(as_json: run.AsJson = False) -> int:
-    """The environments that are installed. A package, folder or file needs no entry here.
+    """Print the installed environments. A package, folder or file needs no entry here.
 
     Example: hermes-rl env list
     """
@@ -82,7 +82,7 @@ def new(
     name: Annotated[str, typer.Argument(help="a Python name: letters, digits and _")],
     folder: Annotated[Path, typer.Option("--in", help="folder to make it in")] = Path(),
 ) -> int:
-    """Write a working environment: a package with its README, configuration and test.
+    """Write a working environment. It is a package with a README, configuration and test.
 
     Example: hermes-rl env new word_count
     """
@@ -109,7 +109,7 @@ def regrade(
     concurrency: Annotated[int, typer.Option(min=1, help="grading at once")] = 16,
     as_json: run.AsJson = False,
 ) -> int:
-    """Grade the stored rollouts of a run again, without a call of the policy's.
+    """Grade the stored rollouts of a run again. The policy is not called.
 
     The run must have been made with --set run.keep_workspaces=true. The grades are in the table
     grades, and the groups get new rows; the run's own rows stay. Calls of a judge are bound by the

@@ -154,7 +154,7 @@ def prune(
         float, typer.Option(help="keep the images used last, up to this size", min=0)
     ] = 0.0,
 ) -> int:
-    """Remove the images unused for longest, layers that no image needs, and the build cache.
+    """Remove images and the build cache. The images unused for longest go first.
 
     \b
     hermes-rl images prune --keep-gb 20

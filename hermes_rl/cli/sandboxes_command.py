@@ -65,7 +65,7 @@ def _print_workers(found: Sequence[Worker], where: str) -> None:
 
 @app.command("reap")
 def reap_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config = None) -> int:
-    """End and remove sandboxes of dead workers; those of running workers are kept.
+    """End and remove sandboxes of dead workers. Those of running workers are kept.
 
     Every run does this at its start.
 

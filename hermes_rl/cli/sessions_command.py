@@ -212,7 +212,7 @@ def export(
     ] = None,
     store: _Store = None,
 ) -> int:
-    """Write a session as a file that `import` and AIAgent(session="FILE.jsonl") take.
+    """Write a session to a file. `import` and AIAgent(session="FILE.jsonl") take it.
 
     \b
     hermes-rl sessions export work -o work.jsonl

@@ -34,6 +34,17 @@ def test_help_lists_every_command_and_each_has_an_example(tmp_path: Path) -> Non
     assert run_cli("--version", cwd=tmp_path).out.startswith("hermes-rl 0.")
 
 
+@pytest.mark.parametrize("group", ["env", "images", "sandboxes", "sessions"])
+def test_a_command_group_alone_prints_its_help(group: str, tmp_path: Path) -> None:
+    result = run_cli(group, cwd=tmp_path)
+    assert result == run_cli(group, "--help", cwd=tmp_path)
+    assert result.code == 0
+    assert result.err == ""
+    listed = result.out.partition("Commands:")[2]
+    assert "  list " in listed
+    assert "..." not in listed
+
+
 def test_output_is_escaped_for_an_ascii_terminal(tmp_path: Path) -> None:
     write_rows(tmp_path / "größe.jsonl", {"id": "日本 😀", "prompt": "x", "setup": "if true"})
     env = {"PYTHONIOENCODING": "ascii"}
