@@ -145,15 +145,19 @@ def find_image(image: str) -> Root:
     Raises: TaskFault.
     """
     path = Path(image)
-    if path.resolve() == Path("/"):
-        raise TaskFault(
-            f"image {image!r} is this machine's own root, with your files in it: leave the image "
-            "out to show agents this machine's programs, or name a folder with a root file system"
-        )
+    _refuse_machine_root(path)
     root = Root((path.absolute(),)) if path.is_dir() else _stored(image)
     if not any(os.path.lexists(p / name) for p in root.lower for name in _BASH):
         raise TaskFault(f"image {image!r} holds no bash")
     return root
+
+
+def _refuse_machine_root(path: Path) -> None:
+    if path.resolve() == Path("/"):
+        raise TaskFault(
+            f"image '{path}' is this machine's own root, with your files in it: leave the image "
+            "out to show agents this machine's programs, or name a folder with a root file system"
+        )
 
 
 def _stored(name: str) -> Root:
@@ -357,9 +361,10 @@ def digest_of(image: str) -> str:
     Contents are not read, since an image holds gigabytes; a file that changes without changing its
     size or its time of modification goes unseen.
 
-    Raises: TaskFault when it is neither.
+    Raises: TaskFault when it is neither, or the root of this machine.
     """
     root = Path(image).expanduser()
+    _refuse_machine_root(root)
     if not root.is_dir():
         from hermes_rl.sandboxes.images import stored_image
 
