@@ -27,7 +27,8 @@ SHOWN = 50
 
 
 _Sandbox = Annotated[
-    str | None, typer.Option(help="--run: bubblewrap, docker, podman or ssh [bubblewrap]")
+    str | None,
+    typer.Option(help="--run: bubblewrap, docker, podman, ssh, apptainer or modal [bubblewrap]"),
 ]
 _Hosts = Annotated[str | None, typer.Option(help="--run --sandbox ssh: USER@HOST:PORT,...")]
 _Image = Annotated[str | None, typer.Option(help="--run: image of tasks that name none")]
@@ -88,6 +89,8 @@ def command(
     section = {name: value for name, value in where.items() if value}
     if section and not run:
         raise UserError("--sandbox, --hosts and --image are for --run")
+    if sandbox == "none":
+        raise UserError("--run plays cheats too, which --sandbox none would not hold. Use another")
     return _check_dataset(
         target, parse_column_map(columns), limit, section if run else None, as_json
     )
