@@ -59,7 +59,11 @@ def command(
     hermes-rl compress runs/my-run --no-model --target-tokens 8000 --out runs/short
     """
     from hermes_rl.export import CompressOptions, compress_run
+    from hermes_rl.store import load_run
 
+    if model is not None and no_model:
+        raise UserError("--no-model calls no model. Remove --model, or --no-model")
+    load_run(run)  # refuses what is not a run before its configuration is asked for a model
     place = {
         "base_url": base_url,
         "provider": provider,
