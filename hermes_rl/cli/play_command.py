@@ -46,6 +46,8 @@ def command(
     hermes-rl play smoke count-txt                 type commands; `exit` or Ctrl-D ends and grades
     hermes-rl play my.jsonl 17 --save my-oracles.jsonl
     """
+    if save is not None:
+        _refuse_unwritable(save)
     rows, wanted, place = _source(dataset, task, parse_column_map(columns))
     row = find(rows, wanted, dataset)
     if row.task is None:
@@ -175,6 +177,17 @@ def _ask() -> str | None:
         return input(prompt)
     except EOFError:
         return None
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Refuse a file that cannot be written before someone solves the task for it."""
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}. Check --save") from None
+    if is_new:
+        path.unlink()
 
 
 def _save(task: Task, typed: list[str], path: Path) -> None:
