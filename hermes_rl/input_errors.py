@@ -42,6 +42,10 @@ _KINDS = {
 """Type of a pydantic error -> what it says here; `{}` are values of its context."""
 
 
+_UNION_KINDS = {"bool": "true or false", "int": "a whole number"}
+"""What pydantic adds to the place of a value that may be of several kinds -> what it says here."""
+
+
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The known name that was probably meant, whatever its case.
 
@@ -89,7 +93,13 @@ def describe(faults: Sequence[Fault], model: type[BaseModel]) -> tuple[str, str]
     """
     ranks = {"extra_forbidden": 0, "missing": 2}
     fault = min(faults, key=lambda one: ranks.get(one["type"], 1))
-    key = ".".join(str(part) for part in fault["loc"])
+    path = fault["loc"]
+    if path and path[-1] in _UNION_KINDS:  # one of the kinds that are accepted, not a key
+        key = ".".join(map(str, path[:-1]))
+        kinds = [one["loc"][-1] for one in faults if one["loc"][:-1] == path[:-1]]
+        wanted = ", or ".join(text for kind, text in _UNION_KINDS.items() if kind in kinds)
+        return key, f"'{key}' must be {wanted}, not {_shown(fault['input'])}"
+    key = ".".join(map(str, path))
     if fault["type"] == "extra_forbidden":
         return key, f"unknown key '{key}'" + _known_instead(fault["loc"], model)
     if fault["type"] == "missing":
