@@ -15,9 +15,9 @@ CONTEXT_FILES = ("AGENTS.md", "CLAUDE.md", ".hermes.md", ".cursorrules")
 MAX_FILE_CHARS = 20_000
 MAX_CONTEXT_CHARS = 40_000
 INTRODUCTION = (
-    "Instructions of the project you are working on. The files come from its folders, the more "
-    "specific one last; where they contradict each other, follow the last one. What the user asks "
-    "for comes before them."
+    "Instructions for the project you are working on. The files come from its folders, the most "
+    "specific one last; where they contradict each other, follow the last one. The user's request "
+    "takes precedence over them."
 )
 
 _FIND = r"""

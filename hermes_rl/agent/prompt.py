@@ -159,7 +159,7 @@ def system_prompt(preset: str, tools: Collection[str], wording: int = LATEST) ->
 
 
 HINTS = {
-    70: "Start to bring the work to an end.",
+    70: "Start to wrap up the work.",
     90: "Finish what is essential now, then give your answer.",
 }
 """Percentage of the turns that are used -> what the model reads then."""

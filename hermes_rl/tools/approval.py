@@ -80,7 +80,7 @@ _NEVER = {
     "write to a disk": (rf">\s*{_DISK}", "it writes to a disk"),
     "fork bomb": (
         r"(?<!\w)(\w+|:)\s*\(\)\s*\{\s*\1\s*\|\s*\1\s*&\s*\}",
-        "it starts processes without end",
+        "it starts processes endlessly",
     ),
     "end all processes": (
         rf"{_START}kill\s+(?:(?:-s\s+\w+|-\w+|--)\s+)+-1(?=\s|$|[;&|)])",
@@ -89,29 +89,29 @@ _NEVER = {
     "shut the machine down": (
         rf"{_START}(?:shutdown|reboot|halt|poweroff|telinit\s+[06]|init\s+[06]"
         r"|systemctl\s+(?:-\S+\s+)*(?:poweroff|reboot|halt|kexec))(?=\s|$|[;&|)])",
-        "it stops the machine",
+        "it shuts the machine down",
     ),
 }
 _DANGEROUS = {
     "recursive removal": (rf"{_START}rm\s+{_RECURSIVE}", "it removes directories"),
     "find and remove": (
         rf"{_START}find\s[^;|\n]*(?:-delete\b|-exec(?:dir)?\s+(?:/\S*/)?rm\b)",
-        "it removes what it finds",
+        "it removes the files that it finds",
     ),
     "destroy content": (rf"{_START}(?:shred|truncate)\s", "it destroys the content of files"),
-    "raw copy": (rf"{_START}dd\s[^;&|\n]*\bof=", "it overwrites what it writes to"),
+    "raw copy": (rf"{_START}dd\s[^;&|\n]*\bof=", "it overwrites a file or device"),
     "open permissions": (
         rf"{_START}chmod\s+(?:-\S+\s+)*(?:0?777|a\+\w*w\w*|\+w?rwx)",
-        "it lets everybody change files",
+        "it lets everyone change files",
     ),
-    "change owner": (rf"{_START}chown\s+(?:-\S+\s+)*root", "it gives files to root"),
+    "change owner": (rf"{_START}chown\s+(?:-\S+\s+)*root", "it makes root the owner of files"),
     "run a download": (
         r"\b(?:curl|wget)\b[^;&\n]*\|\s*(?:sudo\s+)?(?:/\S*/)?(?:ba|z|da|k)?sh\b",
         "it runs a script from the network",
     ),
     "run a decoded text": (
         r"\b(?:base64\s+(?:-\S+\s+)*(?:-d|--decode)|xxd\s+-r)[^;&\n]*\|\s*(?:/\S*/)?(?:ba|z|da|k)?sh\b",
-        "it runs a text that cannot be read",
+        "it runs encoded text, which cannot be checked",
     ),
     "change a database": (
         r"\b(?:drop\s+(?:table|database|schema)|truncate\s+table)\b"
@@ -137,7 +137,7 @@ _DANGEROUS = {
         rf"{_START}(?:systemctl\s+(?:-\S+\s+)*(?:stop|disable|mask)|service\s+\S+\s+stop)\b",
         "it stops services",
     ),
-    "end processes by name": (rf"{_START}(?:killall|pkill)\s", "it ends processes by their name"),
+    "end processes by name": (rf"{_START}(?:killall|pkill)\s", "it ends processes by name"),
     "change users": (
         rf"{_START}(?:passwd|useradd|userdel|usermod|visudo)(?=\s|$)",
         "it changes users",

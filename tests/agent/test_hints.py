@@ -110,9 +110,7 @@ async def test_hints_tell_at_70_and_90_percent_that_turns_run_out(rig: Any) -> N
     assert ran.result.end_reason == "max_turns"
     hints = {n: t for n, t in enumerate(texts(ran)) if "[" in t}
     assert list(hints) == [7, 9]  # the last result of turn 7, and the one of turn 9
-    assert hints[7].endswith(
-        "\n\n[You have used 7 of your 10 turns. Start to bring the work to an end.]"
-    )
+    assert hints[7].endswith("\n\n[You have used 7 of your 10 turns. Start to wrap up the work.]")
     assert "You have used 9 of your 10 turns. Finish what is essential" in hints[9]
     row = ran.row()
     infos = [i for i in row.message_info if i.role == "tool"]
