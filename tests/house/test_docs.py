@@ -28,6 +28,19 @@ def test_links_have_targets(page: Path) -> None:
     assert [link for link in local if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_sections_have_targets(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text)
+    wrong = []
+    for name, section in links:
+        target = page.parent / name if name else page
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings]
+        wrong += [] if section in slugs else [f"{name}#{section}"]
+    assert wrong == []
+
+
 def test_every_page_of_the_docs_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
