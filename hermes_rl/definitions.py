@@ -216,11 +216,13 @@ def _sent_only(agent: AgentSection) -> dict[str, Any]:
 
 
 def _context(section: ContextConfig, policy: Policy) -> dict[str, Any]:
-    """How contexts are compressed, where they are."""
+    """How contexts are compressed, where they are. Raises: UserError."""
     if not policy.compress_context:
         return {}
-    from hermes_rl.agent import COMPRESSION_TEXTS
+    from hermes_rl.agent import COMPRESSION_TEXTS, load_engine
 
+    if isinstance(section.engine, str):
+        load_engine(section.engine)  # refuses an unknown one before there is a run directory
     summary = section.summary.identity if section.summary is not None else None
     rest = section.model_dump(include={"window", "threshold", "engine"})
     found = {**rest, "summary": summary, "texts": digest(COMPRESSION_TEXTS)}

@@ -82,7 +82,8 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
         what: the kind of thing, such as `toolset`.
     """
     names = list(known)
-    return f"unknown {what} {name!r}" + did_you_mean(name, names, f" (known: {', '.join(names)})")
+    instead = f" (known: {', '.join(names)})" if names else " (there are none)"
+    return f"unknown {what} {name!r}" + did_you_mean(name, names, instead)
 
 
 def describe(faults: Sequence[Fault], model: type[BaseModel]) -> tuple[str, str]:
