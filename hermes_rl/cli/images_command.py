@@ -151,7 +151,7 @@ def build_all(builds: ImageBuilds, stream: TextIO) -> list[str]:
 @app.command("prune")
 def prune(
     keep_gb: Annotated[
-        float, typer.Option(help="keep the images used last, up to this size", min=0)
+        float, typer.Option(help="keep the images used last, up to this size; 0 keeps none", min=0)
     ] = 0.0,
 ) -> int:
     """Remove images and the build cache. The images unused for longest go first.
