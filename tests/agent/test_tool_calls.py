@@ -171,7 +171,7 @@ async def test_large_results_are_cut_where_they_cannot_be_spilled(rig: Any) -> N
 
 
 async def test_a_large_result_is_spilled_to_a_file_that_the_tools_read(rig: Any) -> None:
-    path = f"{rig.sandbox.scratch}/hermes-results/turn1-call1.txt"
+    path = f"{rig.sandbox.scratch}/hermes-results/main-turn1-call1.txt"
     read = {"arguments": {"command": f"wc -c < {path}; ls -A"}}
     ran = await rig.play(
         {"calls": [call("print", 1, chars=250_000)]},

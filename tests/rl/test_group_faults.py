@@ -101,12 +101,15 @@ class SandboxKiller:
         return found
 
     def _host(self, pid: int) -> int | None:
-        """Return the child of this process that is an ancestor of a process."""
+        """Return the outermost process of the sandbox that a process is in: a child of this
+        process, or of its zygote."""
+        below = pid
         while pid > 1:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid():
-                return pid
-            pid = parent
+                zygote = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"hermes-rl-zygote")
+                return below if zygote else pid
+            below, pid = pid, parent
         return None
 
 

@@ -42,7 +42,7 @@ def engine(code: Path) -> Iterator[Engine]:
     image.mkdir(parents=True)
     folder.chmod(0o755)
     with tarfile.open(root_file_system(folder)) as archive:
-        archive.extractall(image, filter="tar")
+        archive.extractall(image)
     (folder / "rootfs.tar").unlink()
     for path in (image, *image.rglob("*")):
         os.lchown(path, apptainer_checks.USER, apptainer_checks.USER)
