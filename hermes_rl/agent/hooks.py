@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,8 @@ class HookFailed(Exception):
 class Hook:
     """A registered function.
 
-    Raises: UserError for a function that cannot be called with the keywords of its hook.
+    Raises: UserError for a function that cannot be called with the keywords of its hook, or a
+        deadline that cannot be used.
     """
 
     name: str
@@ -192,6 +194,12 @@ class Hook:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise UserError(f"{self.owner}: the hook {self.name} is not a function. Pass one")
+        seconds = self.deadline_s
+        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise UserError(
+                f"{self.owner}: deadline_s of the hook {self.name} must be a number of seconds "
+                f"above 0, not {seconds!r}"
+            )
         try:
             parameters = inspect.signature(self.function).parameters.values()
         except (TypeError, ValueError):  # a builtin: all keywords are tried

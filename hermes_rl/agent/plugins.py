@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Sequence
@@ -83,10 +84,15 @@ def _register(name: str, place: str, digest: str, source: Path | EntryPoint) -> 
         register: Any = loaded if callable(loaded) else getattr(loaded, "register", None)
         if register is None:
             raise UserError(f"plugin {name} has no function register(context). Add one")
-        register(context)
+        if inspect.isawaitable(result := register(context)):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise UserError(
+                f"plugin {name}: register is an async function. Write def register(context)"
+            )
     except HermesError:
         raise
-    except Exception as error:  # a boundary: the code is the user's
+    except (Exception, SystemExit) as error:  # a boundary: the code is the user's
         raise UserError(
             f"plugin {name}: {type(error).__name__}: {error}{_line(error)}. Fix it, or take it out "
             "of the plugins"

@@ -293,6 +293,9 @@ def test_an_interrupt_ends_a_hook_that_hangs(make: Make) -> None:
 def test_a_function_that_does_not_fit_is_one_line(make: Make, function: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         make(hooks=Hooks(pre_tool_call=function))
+    for seconds in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=r"deadline_s .* must be a number of seconds above 0"):
+            make(hooks=Hooks(pre_tool_call=print, deadline_s=seconds))
 
 
 def test_the_page_of_hooks_is_complete() -> None:

@@ -176,6 +176,13 @@ def test_plugins_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "def register(context):\n    context.register_hook('pre_tool_call', lambda call: 1)",
             "'call' is not one of them",
         ),
+        (
+            "def register(context):\n"
+            "    context.register_hook('post_tool_call', print, deadline_s='1')",
+            "deadline_s of the hook post_tool_call must be a number of seconds above 0, not '1'",
+        ),
+        ("import sys\nsys.exit(0)", r"SystemExit: 0 \(bad.py:2\)"),
+        ("async def register(context):\n    pass", "register is an async function"),
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, reason: str) -> None:
