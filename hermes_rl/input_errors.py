@@ -35,6 +35,8 @@ _KINDS = {
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be {le} or less",
     "literal_error": "must be {expected}",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
     "dict_type": "must be a section with keys",
     "model_type": "must be a section with keys",
     "model_attributes_type": "must be a section with keys",
@@ -156,7 +158,8 @@ def _reason(fault: Fault) -> str:
     kind = _KINDS.get(fault["type"])
     plain = {name: str(value).removesuffix(".0") for name, value in context.items()}
     text = kind.format(**plain) if kind else text
-    text = text[0].lower() + text[1:].replace("nput should be", "must be")
+    text = text.replace("Input should be", "must be")
+    text = text[0].lower() + text[1:]
     hint = ""
     if fault["type"] == "literal_error":
         hint = did_you_mean(str(fault["input"]), context["expected"].split("'")[1::2])
