@@ -214,7 +214,7 @@ class AIAgent:
         session: str | Path | SessionStore | Session | None = None,
         hooks: Hooks | None = None,
         context: object = None,
-        plugins: Sequence[str] = (),
+        plugins: Sequence[str | Path] = (),
         otel: str | None = None,
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],

@@ -29,7 +29,7 @@ _loaded: dict[tuple[str, str], Plugin] = {}
 _loading = threading.Lock()  # a plugin is loaded once, whatever thread wants it first
 
 
-def load_plugins(names: Sequence[str]) -> list[Plugin]:
+def load_plugins(names: Sequence[str | Path]) -> list[Plugin]:
     """The plugins of these names, in order.
 
     Raises: UserError for one that does not exist, cannot be loaded or registers what it may not.
@@ -37,7 +37,7 @@ def load_plugins(names: Sequence[str]) -> list[Plugin]:
     if isinstance(names, str):
         raise UserError(f"plugins={names!r} must be a list of names: [{names!r}]")
     with _loading:
-        return [_load(name) for name in names]
+        return [_load(str(name)) for name in names]
 
 
 def _load(name: str) -> Plugin:

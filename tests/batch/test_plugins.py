@@ -190,5 +190,6 @@ def test_a_plugin_that_cannot_be_used_is_one_line(tmp_path: Path, text: str, rea
     with pytest.raises(UserError, match=reason) as caught:
         load_plugins([str(path)])
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"absent\.py: no such file"):
-        load_plugins(["absent.py"])
+    for absent in ("absent.py", Path("absent.py")):
+        with pytest.raises(UserError, match=r"absent\.py: no such file"):
+            load_plugins([absent])
