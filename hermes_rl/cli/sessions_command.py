@@ -224,9 +224,12 @@ def export(
     if out is None:
         print(data.decode(), end="")
         return ExitCode.DONE
-    if out.exists():
-        raise UserError(f"{out} exists. Choose another file, or remove it")
-    out.write_bytes(data)
+    try:
+        if out.exists():
+            raise UserError(f"{out} exists. Choose another file, or remove it")
+        out.write_bytes(data)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}. Choose another file") from None
     print(f"{out}: {len(data):,} bytes", file=sys.stderr)
     return ExitCode.DONE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def open_session(session: str | Path | SessionStore | Session) -> Session:
     store = SessionStore()
     try:
         file = store.path.parent / "sessions" / f"{session}.jsonl"
-        if is_name(session) and file.is_file():
+        if is_name(session) and os.path.isfile(file):
             import_file(store, file, session)
             file.rename(file.with_suffix(".jsonl.imported"))
         opened = store.open(session)

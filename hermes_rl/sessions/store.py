@@ -41,7 +41,7 @@ from hermes_rl.messages import (
 from hermes_rl.sessions.base import TurnRecord, common_length
 from hermes_rl.sessions.schema import connect, database_error
 from hermes_rl.sessions.search import Hit, is_cjk, search
-from hermes_rl.text import SECRETS
+from hermes_rl.text import SECRETS, clean
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _TITLE_CHARS = 80
@@ -145,7 +145,7 @@ class SessionStore:
         name. Raises: UserError while another agent has it."""
         with self.writing() as connection:
             found = "SELECT id FROM sessions WHERE name = ?"
-            row = name and connection.execute(found, [name]).fetchone()
+            row = name and connection.execute(found, [clean(name)]).fetchone()
             return self._held(row[0], str(name)) if row else self.create(name)
 
     def resume(self, wanted: str) -> StoredSession:
@@ -208,7 +208,7 @@ class SessionStore:
         Raises: UserError for none or several.
         """
         sql = f"{_INFO} WHERE s.name = ? GROUP BY s.id"
-        rows = self.read(sql, [wanted])
+        rows = self.read(sql, [clean(wanted)])
         if not rows and re.fullmatch(r"[0-9A-Za-z_-]+", wanted):
             sql = f"{_INFO} WHERE substr(s.session_id, 1, ?) = ? GROUP BY s.id LIMIT 3"
             rows = self.read(sql, [len(wanted), wanted])
@@ -256,13 +256,13 @@ class SessionStore:
     def search(self, query: str, limit: int = 20) -> list[Hit]:
         """The newest messages with all terms of a query; see `hermes_rl.sessions.search`."""
         with self._failures(), self._lock:
-            return search(self._connection, query, limit)
+            return search(self._connection, clean(query), limit)
 
     def rename(self, wanted: str, title: str) -> None:
         """Give a session another title. Raises: UserError."""
         number = self.find(wanted).id
         with self.writing() as connection:
-            connection.execute("UPDATE sessions SET title = ? WHERE id = ?", [title, number])
+            connection.execute("UPDATE sessions SET title = ? WHERE id = ?", [clean(title), number])
 
     def prune(
         self, *, before: float | None = None, wanted: Sequence[str] = (), dry_run: bool = False

@@ -62,6 +62,26 @@ def test_sessions_are_listed_shown_and_found(
     assert "Another title" in run("list")
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (["show", "\udcff"], "no session '\\udcff'"),
+        (["export", "\udcff", "-o", "x.jsonl"], "no session '\\udcff'"),
+        (["export", "work", "-o", "absent/x.jsonl"], "cannot be written: No such file"),
+        (["prune", "\udcff"], "no session '\\udcff'"),
+        (["rename", "work", "\udcff"], ""),
+        (["search", "\udcff"], ""),
+    ],
+)
+def test_arguments_that_are_not_utf_8_and_files_that_cannot_be_written_are_one_line(
+    path: Path, line: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sessions", *line, "--store", str(path)]) == (2 if error else 0)
+    found = capsys.readouterr().err
+    assert error in found
+    assert found.count("\n") == bool(error)
+
+
 def test_sessions_are_exported_imported_and_pruned(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

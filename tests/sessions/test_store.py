@@ -260,6 +260,9 @@ def test_names_and_files_open_sessions(tmp_path: Path, monkeypatch: pytest.Monke
     file.close()
     with pytest.raises(UserError, match="pass a Path"):
         open_session("../up")
+    with pytest.raises(UserError, match="pass a Path"):
+        open_session("\ud800")
+    open_session("x" * 5_000).close()
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "p"}\n')
     with pytest.raises(UserError, match="not a session file"):
