@@ -88,6 +88,8 @@ class Recycled:
                 os.utime(lease.workspace)
             elif not await asyncio.to_thread(self._make_again, lease, made[1]):
                 return False
+            if lease.storage.held() > HELD_BYTES:
+                return False
         except OSError:
             return False
         self.idle.append(lease)
@@ -98,7 +100,7 @@ class Recycled:
             return False
         lease.make("ws")
         self.note(lease)
-        return self._made[lease.name][1] == free and lease.storage.held() <= HELD_BYTES
+        return self._made[lease.name][1] == free
 
     def forget(self, lease: Lease) -> None:
         """It is removed."""
