@@ -28,6 +28,7 @@ from hermes_rl.sandboxes.box import (
     Lease,
     Spawner,
     filter_path,
+    gone,
     identity,
     make_groups,
 )
@@ -208,8 +209,11 @@ class Clone(Inside):
         self.close()
 
     async def ended(self) -> int:
-        """See `processes.Tree`."""
+        """See `processes.Tree`. A zygote that is gone waits for nobody: its end can be seen before
+        those of its sandboxes."""
         status = await asyncio.shield(self._status)
+        if self._end_init():
+            await gone(self._pidfd)
         return os.waitstatus_to_exitcode(status)
 
 

@@ -166,6 +166,20 @@ async def test_a_killed_zygote_is_the_machines_fault_and_the_next_lease_has_anot
         assert zygotes(state) != [pid]
 
 
+async def test_nothing_of_a_sandbox_runs_any_more_when_it_has_ended_with_the_zygote(
+    bubblewrap: Bubblewrap, running: BubblewrapSandbox, state: Path
+) -> None:
+    """Its files are graded then, or given to the next one."""
+    many = "for i in {1..60}; do (setsid python3 -c 'x = bytearray(9 << 20); input()' <>p &); done"
+    await running.run(f"mkfifo p; {many}; sleep 2", timeout_s=30)
+    [pid] = zygotes(state)
+    below = processes.descendants(pid)
+    assert len(below) > 60
+    os.kill(pid, signal.SIGKILL)
+    await running._tree.end()
+    assert [proc for proc in below if proc.alive()] == []
+
+
 def _inside(sandbox: BubblewrapSandbox) -> str:
     return f"/proc/{sandbox.host_pid}/root/workspace"
 
