@@ -115,6 +115,8 @@ class Bubblewrap:
         self._opening = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
+        self._in_memory = False
+        """Small files may be put there: the zygote sees what was there when the backend began."""
         self._disks: Disks | None = None
         self._bases: Bases | None = None
         """Snapshots that sandboxes share, where the machine can."""
@@ -149,6 +151,7 @@ class Bubblewrap:
             # Hundreds of links, which a disk may take a second for.
             memory = home.memory_folder(self._shared)
             memory.chmod(self._shared.stat().st_mode)
+            self._in_memory = memory != self._shared
             self._supervisor = memory / recipe.SUPERVISOR
             self._supervisor.write_text(supervisor_text())
             self._supervisor.chmod(0o644)
@@ -204,7 +207,7 @@ class Bubblewrap:
     def _new_lease(self, home: Home, spec: SandboxSpec, layers: recipe.Layers) -> Lease:
         host = host_folder(self.workspace, home.root) if self.workspace is not None else None
         folder = home.new_box()
-        memory = home.memory_folder(folder)
+        memory = home.memory_folder(folder) if self._in_memory else folder
         slot = self._slots.take() if self._slots is not None and host is None else None
         storage = Storage(folder, self._disks if host is None else None, spec.limits)
         small = memory if memory != folder else None

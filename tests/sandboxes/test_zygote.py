@@ -253,6 +253,20 @@ async def test_it_works_under_a_strict_umask_and_without_memory_for_files(
         await backend.aclose()
 
 
+async def test_memory_for_files_may_become_free_after_the_start(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another program had filled /dev/shm; and it may be full again."""
+    backend = Bubblewrap(state_dir=state)
+    for room in (1 << 60, 0, 1 << 60):
+        monkeypatch.setattr(slots, "ROOM_BYTES", room)
+        async with await backend.lease(SPEC) as one, await backend.lease(SPEC) as other:
+            assert [await sh(each, "echo works") for each in (one, other)] == ["works\n"] * 2
+        for lease in backend._recycled.drain():
+            await backend._remove(lease)
+    await backend.aclose()
+
+
 async def test_a_thousand_processes_at_once_do_not_keep_a_sandbox_from_starting(
     bubblewrap: Bubblewrap, running: BubblewrapSandbox
 ) -> None:
