@@ -32,7 +32,7 @@ def marks(folder: Path) -> Marks:
         found = os.fstat(fd)
         return (
             (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid),
-            (found.st_size, tuple(os.listxattr(fd))),
+            (found.st_size, tuple((name, os.getxattr(fd, name)) for name in os.listxattr(fd))),
             _ask(fd, _GET_FLAGS, 8),
             _ask(fd, _GET_ATTRIBUTES, _ATTRIBUTES.size),
             tuple(os.listdir(fd)),

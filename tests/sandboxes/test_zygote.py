@@ -23,6 +23,7 @@ from hermes_rl.sandboxes import (
     SandboxSpec,
     probe,
     processes,
+    recycling,
     slots,
     watchdog,
     zygote,
@@ -369,6 +370,15 @@ async def test_a_recycled_workspace_shows_nothing_of_the_lease_before(
     async with await bubblewrap.lease(other) as sandbox:
         assert len(folders(state)) == 3, "folders are for the limits they had"
         assert await sh(sandbox, "echo works") == "works\n"
+
+
+def test_an_attribute_that_a_workspace_was_made_with_may_not_change(state: Path) -> None:
+    """As access lists do that it inherits from the state folder: they decide about new files."""
+    os.setxattr(state, "user.note", b"one")
+    made = recycling.marks(state)
+    assert recycling.marks(state) == made
+    os.setxattr(state, "user.note", b"two")
+    assert recycling.marks(state) != made
 
 
 @pytest.mark.parametrize("last", ["mkdir -p 1/2/3/4/5", "sync big; rm big"])
