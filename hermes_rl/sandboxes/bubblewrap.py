@@ -127,9 +127,15 @@ class Bubblewrap:
         """Once: clean up after others that are gone, then make what all sandboxes share."""
         async with self._opening:
             if self._home is None:
-                self._home = await asyncio.to_thread(self._prepare)
+                # A cancelled caller waits for it: the next one, or `aclose`, finds what was made.
+                await in_thread(self._set_home)
+            assert self._home is not None
+            if self._watcher is None or self._watcher.done():
                 self._watcher = asyncio.create_task(self._watch(self._home))
             return self._home
+
+    def _set_home(self) -> None:
+        self._home = self._prepare()
 
     def _prepare(self) -> Home:
         if self._want_cgroups:

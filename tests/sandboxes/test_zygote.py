@@ -324,6 +324,19 @@ async def test_cancelled_starts_leave_nothing(bubblewrap: Bubblewrap, state: Pat
             await asyncio.sleep(0.01)
 
 
+async def test_a_backend_whose_first_starts_were_cancelled_is_one_owner(
+    bubblewrap: Bubblewrap, state: Path
+) -> None:
+    for number in range(4):
+        start = asyncio.ensure_future(bubblewrap.lease(SPEC))
+        await asyncio.sleep(0.01 * number)
+        start.cancel()
+        await asyncio.wait([start])
+    async with await bubblewrap.lease(SPEC) as sandbox:
+        assert await sh(sandbox, "echo works") == "works\n"
+    assert len(os.listdir(state / "owners")) == 1
+
+
 def spoil(limits: SandboxLimits) -> dict[str, str]:
     """What an agent may do to its workspace, by what it leaves in it."""
     return {
