@@ -17,6 +17,8 @@ IDLE = 64
 """How many are kept."""
 HELD_BYTES = 4 << 20
 """A disk that takes more of the machine's is not kept: what was removed from it still counts."""
+MOST_FILES = 2_000
+"""With more files in it a new file system is made sooner than this one is emptied."""
 _GET_FLAGS, _GET_ATTRIBUTES = 0x80086601, 0x801C581F
 """ioctls: FS_IOC_GETFLAGS, and FS_IOC_FSGETXATTR, which holds the project."""
 _ATTRIBUTES = struct.Struct("=5I8x")
@@ -96,6 +98,8 @@ class Recycled:
         return True
 
     def _make_again(self, lease: Lease, free: tuple[int, int]) -> bool:
+        if lease.storage.sized and free[1] - lease.storage.counts()[1] > MOST_FILES:
+            return False
         if not watchdog.remove_shallow(lease.workspace):
             return False
         lease.make("ws")
