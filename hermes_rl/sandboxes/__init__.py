@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         probe,
         processes,
         recipe,
+        recycling,
         remote,
         slots,
         watchdog,

@@ -115,8 +115,7 @@ class Bubblewrap:
         self._opening = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
-        self._in_memory = False
-        """Small files may be put there: the zygote sees what was there when the backend began."""
+        self._in_memory = False  # as at the start: the zygote sees the folders of that moment
         self._disks: Disks | None = None
         self._bases: Bases | None = None
         """Snapshots that sandboxes share, where the machine can."""
@@ -128,16 +127,13 @@ class Bubblewrap:
         async with self._opening:
             if self._home is None:
                 # A cancelled caller waits for it: the next one, or `aclose`, finds what was made.
-                await in_thread(self._set_home)
+                await in_thread(self._prepare)
             assert self._home is not None
             if self._watcher is None or self._watcher.done():
                 self._watcher = asyncio.create_task(self._watch(self._home))
             return self._home
 
-    def _set_home(self) -> None:
-        self._home = self._prepare()
-
-    def _prepare(self) -> Home:
+    def _prepare(self) -> None:
         if self._want_cgroups:
             self._cgroups = limits.detect()
         home = Home(self._state_dir)
@@ -174,7 +170,7 @@ class Bubblewrap:
         except BaseException:
             home.close()
             raise
-        return home
+        self._home = home
 
     async def lease(self, spec: SandboxSpec) -> BubblewrapSandbox:
         """Start a sandbox.

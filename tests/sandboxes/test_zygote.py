@@ -259,8 +259,11 @@ async def test_memory_for_files_may_become_free_after_the_start(
 ) -> None:
     """As when another program had filled /dev/shm; and it may be full again."""
     backend = Bubblewrap(state_dir=state)
-    for room in (1 << 60, 0, 1 << 60):
-        monkeypatch.setattr(slots, "ROOM_BYTES", room)
+    for full in (True, False, True):
+        if full:
+            monkeypatch.setattr(slots.Home, "memory_folder", lambda _, box: box)
+        else:
+            monkeypatch.undo()
         async with await backend.lease(SPEC) as one, await backend.lease(SPEC) as other:
             assert [await sh(each, "echo works") for each in (one, other)] == ["works\n"] * 2
         for lease in backend._recycled.drain():
