@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -249,6 +250,15 @@ class Inside:
     def stands(self) -> bool:
         """Whether process 1 runs."""
         return self._proc is not None and self._proc.alive()
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Whether process 1 is dead by then, even if its parent has not waited for it."""
+        until = time.monotonic() + seconds
+        while self.stands:
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(0.05)
+        return True
 
     async def end(self) -> int:
         """End all that runs in it. Its code, as `ended` has it."""

@@ -563,8 +563,8 @@ def _remove(lease: Lease) -> None:
         watchdog.remove_tree(lease.small)
 
 
-GONE_S = 5.0
-"""How long a bubblewrap may take to end after its supervisor."""
+GONE_S, DYING_S = 5.0, 1.0
+"""How long a bubblewrap may take to end after its supervisor, and process 1 after a signal."""
 IDLE_S = 30.0
 """Between two looks at a sandbox in which no command runs."""
 _VANISHED = "the folders of the sandbox vanished"
@@ -678,7 +678,7 @@ class BubblewrapSandbox(FolderSandbox):
                 code = await self._tree.ended()
         except TimeoutError:
             error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
-            if not self._tree.stands:  # whoever waits for process 1 was stopped, from outside
+            if await self._tree.ends_within(DYING_S):  # whoever waits for it was stopped
                 error = SandboxDied("the launcher of the sandbox does not report its end")
             await self._end(error)
             return error
