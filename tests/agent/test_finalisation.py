@@ -158,7 +158,7 @@ INTERRUPTED: dict[str, tuple[list[Any], Callable[[Any], bool], str]] = {
         "suat",
     ),
     "second request": (
-        [RUN, [{"text": "", "reasoning": ""}, LATE]],
+        [RUN, {"text": "", "reasoning": ""}, LATE],
         lambda event: isinstance(event, AnswerDiscarded),
         "suat",
     ),
