@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def zygotes(state: Path) -> list[int]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def until_ended(pid: int) -> None:
+    """Wait for the death of a process whose parent does not collect it."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
 
 
 def mounts(state: Path) -> int:
@@ -225,6 +232,7 @@ async def test_a_sandbox_that_ended_under_a_stopped_zygote_is_no_mark_for_the_mo
     [pid] = zygotes(state)
     os.kill(pid, signal.SIGSTOP)
     os.kill(sandbox.host_pid, signal.SIGKILL)
+    until_ended(sandbox.host_pid)
     with pytest.raises(SandboxDied):
         await sandbox.run("true", timeout_s=20)
     await sandbox.aclose()
