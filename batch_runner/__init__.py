@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from batch_runner.dispatcher import ISOLATED_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
     from batch_runner.dryrun import dry_run, pilot_run, predict, student_t
     from batch_runner.groups import run_concurrently
+    from batch_runner.live_stream import open_live
     from batch_runner.manifest import capabilities, read_manifest, write_manifest
     from batch_runner.plan import OccurrenceCounter, Pilot, Plan, RunSource, UnitReader, open_reader
     from batch_runner.pool import RayWorker, connect_ray, decode_reply

@@ -15,14 +15,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def catch_signals(first: Callable[[], None], second: Callable[[], None]) -> Iterator[Interrupts]:
+def catch_signals(
+    first: Callable[[], None], second: Callable[[], None], *, wanted: bool = True
+) -> Iterator[Interrupts]:
     """Catch signals; does nothing outside the main thread.
 
     Args:
+        wanted: False catches none: they belong to the program that calls.
         first: called on the first signal.
         second: called on every further one.
     """
-    main = threading.current_thread() is threading.main_thread()
+    main = wanted and threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _SIGNALS} if main else {}
     caught = Interrupts(first, second, before)
     caught.listen()

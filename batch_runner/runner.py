@@ -53,6 +53,7 @@ from hermes_rl.wiring import reach
 
 if TYPE_CHECKING:
     from batch_runner.images import Images
+    from batch_runner.live import LiveGroups
 
 
 def run_batch(
@@ -82,11 +83,13 @@ async def arun_batch(
     progress: Progress | None = None,
     pilot: Pilot | None = None,
     hosts: Hosts | None = None,
+    live: LiveGroups | None = None,
 ) -> Report:
     """`run_batch` for callers with a loop of their own.
 
     Args:
         hosts: for callers that use the environment, too, so that it is set up once.
+        live: passes on groups as they end; see `batch_runner.live`.
     """
     config = as_config(config)
     settings = resolve_settings(config)
@@ -106,7 +109,12 @@ async def arun_batch(
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
         run.note_tokens(probed.tokens if probed else None)
-        return await run.run()
+        if live is None:
+            return await run.run()
+        run.live = live
+        run.plan, run.source = live.make_source(settings, driver, run.sink)
+        async with live.opened(lambda: run.coordinator, run.end_at_once):
+            return await run.run()
 
 
 @contextmanager
@@ -159,6 +167,8 @@ class _Run:
         self.work: asyncio.Task[None] | None = None
         self.images: Images | None = None
         """Builds of missing images, if any."""
+        self.live: LiveGroups | None = None
+        """Passes on groups as they end, in a live run."""
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -182,7 +192,9 @@ class _Run:
         self.estimate = estimate or 0
         ticker = asyncio.create_task(self._tick())
         try:
-            with catch_signals(self._interrupted, self._end_at_once) as interrupts:
+            with catch_signals(
+                self._interrupted, self.end_at_once, wanted=self.live is None
+            ) as interrupts:
                 if await self.source.has_work():
                     await self._warn_of_network()
                     await self._open_images()
@@ -294,6 +306,9 @@ class _Run:
 
     async def _close_groups(self) -> None:
         """Write the groups that are final, except for groups of one member."""
+        if self.live is not None:
+            await self.live.wait_for_consumer()
+            return
         counts, repeats = self.plan.counts, self.settings.config.dataset.repeats
         if repeats == 1 and counts.units <= counts.rows:
             return
@@ -373,9 +388,10 @@ class _Run:
             text += f": {running} running rollouts end first (Ctrl-C again stops at once)"
         self.progress.note(text)
         if unanswered or not (running or self.sink.tally.attempts):
-            self._end_at_once()
+            self.end_at_once()
 
-    def _end_at_once(self) -> None:
+    def end_at_once(self) -> None:
+        """Cancel the running rollouts; finished ones are kept."""
         if self.work is not None:
             self.work.cancel()
 

@@ -99,6 +99,8 @@ class Settings:
     def resume(self) -> str:
         """The command that resumes this run."""
         env = self.config.env
+        if env is not None and env.mode == "live":
+            return "the same program"
         command = "run" if env is None else f"env {env.mode}"
         return f"hermes-rl {command} --config {shlex.quote(f'{self.out}/run.yaml')}"
 

@@ -227,11 +227,11 @@ class Worker:
             segments=segments,
             fatal_command=fatal,
         )
-        await self._journal.finish(made)
+        place = await self._journal.finish(made)
         checkpoints = self._context.checkpoints
         if checkpoints is not None and not may_resume(row.cause):
             await checkpoints.drop(item.unit_id)
-        self._outbox.append(receipt_of(made, self.writer))
+        self._outbox.append(receipt_of(made, self.writer, place))
         self._requests += len(row.calls)
         self._throttled += sum((call.error or "").startswith("RateLimited") for call in row.calls)
         self._news.set()

@@ -490,7 +490,7 @@ class EnvSection(Section):
     """The environment's own `Config`."""
     judge: ModelPlace | None = None
     user: ModelPlace | None = None
-    mode: Literal["process", "evaluate"] = "process"
-    """Which command made the run; not identity."""
+    mode: Literal["process", "evaluate", "live"] = "process"
+    """What made the run: a command, or `hermes_rl.rl.rollouts`; not identity."""
     cpu_workers: Annotated[int, Field(ge=1, le=256)] | None = None
     """Processes for `ctx.cpu` in each worker; None is one per core, at most 4. Not identity."""

@@ -68,3 +68,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """At most 400 characters."""
     fatal_command: str | None = None
     """The tool call during which its sandbox died."""
+    stem: str | None = None
+    """The batch with its rows."""
+    offset: int = 0
+    """Of its line in the `done` file of that batch, until it is published."""

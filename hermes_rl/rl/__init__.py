@@ -42,6 +42,17 @@ if TYPE_CHECKING:
         judge_prompt,
         parse_verdict,
     )
+    from hermes_rl.rl.live import (
+        LiveGroup,
+        LiveMember,
+        LiveOptions,
+        Policy,
+        RolloutsStopped,
+        RolloutStream,
+        SyncGroup,
+        make_live_group,
+        rollouts,
+    )
     from hermes_rl.rl.loading import (
         Opened,
         env_rows,
@@ -60,6 +71,7 @@ if TYPE_CHECKING:
         scores_groups,
         without_policy,
     )
+    from hermes_rl.rl.selection import Curriculum, Difficulty, Selection, solve_rate
     from hermes_rl.rl.template import write_environment
     from hermes_rl.rl.trial import arun_trial, first_tasks, rewards_of, run_trial
     from hermes_rl.rl.view import Rollout, ToolUse

@@ -83,6 +83,8 @@ def load_environment(name: str) -> Loaded:
 
     Raises: UserError when there is none, or its code cannot be imported (with file and line).
     """
+    if name in _given:
+        return _given[name]
     where, _, wanted = name.partition(":")
     path = Path(where).expanduser()
     if where.endswith(".py") or (path / "__init__.py").is_file():
@@ -100,6 +102,29 @@ def load_environment(name: str) -> Loaded:
         f"{unknown('environment', where, known_environments())}. "
         "Give package.module:Class, a folder or file.py:Class"
     )
+
+
+_given: dict[str, Loaded] = {}
+"""Classes of the program that runs (`__main__`), which must not run a second time to load them."""
+
+
+def name_environment(cls: type[Environment[Any]]) -> str:
+    """Return the name by which this process and its workers load a class.
+
+    Raises: UserError for a class without a source file, or within a function.
+    """
+    file = inspect.getsourcefile(cls)
+    if file is None or "." in cls.__qualname__:
+        raise UserError(
+            f"{cls.__qualname__}: other processes cannot load it. Define it in a module, not in a "
+            "function or a notebook"
+        )
+    if cls.__module__ != "__main__":
+        return f"{cls.__module__}:{cls.__name__}"
+    source = Path(file).resolve()
+    name = f"{source}:{cls.__name__}"
+    _given[name] = Loaded(cls, name, _sources(source))
+    return name
 
 
 def known_environments() -> dict[str, str]:
@@ -347,7 +372,8 @@ def settle_env(config: RunConfig) -> tuple[RunConfig, Opened | None]:
                 place = place.setdefault(name, {})
             place.setdefault(key, value)
     data["env"]["name"] = opened.loaded.name
-    if opened.env.endless and data["dataset"].get("limit") is None:
+    endless = opened.env.endless and config.env.mode != "live"
+    if endless and data["dataset"].get("limit") is None:
         raise UserError(
             f"environment {opened.env.name} has endless tasks. Set their number with --limit"
         )
@@ -360,7 +386,7 @@ def _defaults(opened: Opened, mode: str) -> dict[str, Any]:
     limits = env.limits.model_dump(exclude_unset=True) if env.limits is not None else {}
     toolsets = env.toolsets if env.sandboxed or env.toolsets is not None else ()
     return {
-        "dataset.repeats": env.group_size if mode == "process" else 1,
+        "dataset.repeats": 1 if mode == "evaluate" else env.group_size,
         "agent.preset": "rl",
         "agent.toolsets": list(toolsets) if toolsets is not None else None,
         "agent.system_prompt": env.system_prompt,

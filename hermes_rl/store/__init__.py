@@ -53,8 +53,24 @@ if TYPE_CHECKING:
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
     from hermes_rl.store.processes import ProcessId
-    from hermes_rl.store.reader import Run, decode_metrics, find_driver, in_flight, load_run
-    from hermes_rl.store.rows import Derived, Finished, Grade, Group, Metric, receipt_of
+    from hermes_rl.store.reader import (
+        Run,
+        decode_metrics,
+        decode_row,
+        find_driver,
+        in_flight,
+        load_run,
+    )
+    from hermes_rl.store.rows import (
+        Delivery,
+        Derived,
+        Finished,
+        Grade,
+        Group,
+        Metric,
+        Place,
+        receipt_of,
+    )
     from hermes_rl.store.rundir import TABLES, Epoch, NotFenced, RunDir, is_run, order_of, stem_of
     from hermes_rl.store.schema import (
         GRADES,

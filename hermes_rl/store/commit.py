@@ -43,8 +43,8 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     epoch: list[int]
     attempt: list[int]
     table: str
-    """One letter per attempt: `t` for trajectories, `f` for failures. Derived rows (groups, grades)
-    belong to no attempt and have no key."""
+    """One letter per attempt: `t` for trajectories, `f` for failures. Derived rows (groups, grades,
+    deliveries) belong to no attempt and have no key."""
     end: list[int]
     cause: list[int]
     """-1 for none."""
@@ -294,7 +294,7 @@ def rows_of(line: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of one `done` line with their tables."""
     if "row" in line:
         yield _table(line["row"]), line["row"]
-    for table in ("subagents", "segments", "grades", "groups"):
+    for table in ("subagents", "segments", "grades", "groups", "deliveries"):
         for row in line.get(table, ()):
             yield table, row
 

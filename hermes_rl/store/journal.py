@@ -29,7 +29,7 @@ from hermes_rl.store.commit import publish_batch
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import AppendFile
 from hermes_rl.store.processes import HeldLock
-from hermes_rl.store.rows import Derived, Finished, without_secrets
+from hermes_rl.store.rows import Derived, Finished, Place, without_secrets
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.text import SECRETS
 
@@ -348,9 +348,9 @@ class JournalWriter:
         """Return the recorder of one attempt. Its first event must be `Begun`."""
         return _LiveRecorder(*self._live.begin(key))
 
-    async def finish(self, rows: Finished | Derived) -> None:
+    async def finish(self, rows: Finished | Derived) -> Place:
         """Write the rows of a finished attempt, or derived ones, without secrets of this process;
-        they are durable on return.
+        they are durable on return. Returns their place.
 
         After a cancellation the rows may still be durable: recovery finds them.
         Raises: DiskFull (nothing was written, the attempt is not finished).
@@ -358,6 +358,7 @@ class JournalWriter:
         batch = self._batch
         if batch is None:
             raise StoreError(f"writer {self.writer} is closed")
+        place = Place(stem=batch.stem, offset=batch.file.size)
         batch.file.append(encode(without_secrets(rows)))
         batch.rows += 1
         if isinstance(rows, Finished):
@@ -366,6 +367,7 @@ class JournalWriter:
         if batch.rows >= self.policy.rows or batch.file.size >= self.policy.size:
             self.full.set()
         await self._sync.durable(batch.file)
+        return place
 
     async def seal(self) -> Batch | None:
         """Seal the open batch and open the next. Returns None when it is empty."""

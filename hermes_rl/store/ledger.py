@@ -134,6 +134,14 @@ class Ledger:
         self.given_up -= reopened
         return reopened
 
+    def forget(self, unit_ids: Iterable[str]) -> None:
+        """Free the memory of units that are never looked up again in this start. They stay
+        counted."""
+        for unit_id in unit_ids:
+            key = bytes.fromhex(unit_id)
+            self._units.pop(key, None)
+            self._fatal_commands.pop(key, None)
+
     def units(self) -> Iterator[tuple[str, Disposition]]:
         """All units with their dispositions, in order of id."""
         for key in sorted(self._units):

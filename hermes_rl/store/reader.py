@@ -177,6 +177,14 @@ class Run:
         return _keep_newest(self.frame("grades"), ["trajectory_id", "grade_id"])
 
     @cached_property
+    def deliveries(self) -> pd.DataFrame:
+        """What became of each group of a live run: acknowledged, rejected or skipped.
+
+        Only the newest row of each group.
+        """
+        return _keep_newest(self.frame("deliveries"), ["group_id"])
+
+    @cached_property
     def calls(self) -> pd.DataFrame:
         """One row per model call of all attempts, in order within each attempt."""
         return _explode(self._attempts(), "calls")
@@ -242,7 +250,7 @@ class Run:
         """A table as Arrow with the declared schema, JSON columns as text, in the order of writing.
 
         Args:
-            table: trajectories, failures, subagents, segments, groups or grades.
+            table: trajectories, failures, subagents, segments, groups, grades or deliveries.
             columns: read only these; default all.
 
         Raises: UserError for an unknown table; StoreError for a file that cannot be read.
@@ -360,6 +368,14 @@ def _pending_lines(run_dir: RunDir) -> Iterator[tuple[str, list[dict[str, Any]]]
 def decode_metrics(pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Convert a metrics column's pairs of name and value to a mapping."""
     return {pair["name"]: pair["value"] for pair in pairs}
+
+
+def decode_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Decode the JSON columns of a row of a part or of a `done` line, as the frames have them."""
+    text = {name for name, value in row.items() if name in _DECODERS and value is not None}
+    if isinstance(row.get("metrics"), dict):
+        text.discard("metrics")
+    return {n: _DECODERS[n](value) if n in text else value for n, value in row.items()}
 
 
 def _decode_sandbox(sandbox: Mapping[str, Any]) -> dict[str, Any]:

@@ -280,7 +280,8 @@ class Recovery:
                 row = rows.get((key.unit_id, key.attempt))
                 if row is None:
                     raise StoreError(f"{self.run_dir.path}: batch {stem} lacks rows of its commit")
-                found[key] = make_receipt(key, row, writer, fatal)
+                receipt = make_receipt(key, row, writer, fatal)
+                found[key] = msgspec.structs.replace(receipt, stem=stem)
         return found
 
     def _published(self, commit: Commit) -> dict[tuple[str, int], dict[str, Any]]:

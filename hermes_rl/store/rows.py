@@ -13,7 +13,7 @@ from hermes_rl.record import Call, Segment, Timestamp, Trajectory
 from hermes_rl.store.summary import known_cost
 from hermes_rl.text import SECRETS
 from hermes_rl.trajectory import REDACTED
-from hermes_rl.usage import UsageTotal
+from hermes_rl.usage import Int64, UsageTotal
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,10 +45,21 @@ RECEIPT_COLUMNS = (*_UNCHANGED, "task_id", "usage", "cost_usd", "calls", "timing
 """The columns of `trajectories` and `failures` that a receipt needs."""
 
 
-def receipt_of(finished: Finished, writer: str) -> Receipt:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the rows of an attempt are: in a batch, and until that is published at an offset of its
+    `done` file."""
+
+    stem: str
+    offset: int
+
+
+def receipt_of(finished: Finished, writer: str, place: Place | None = None) -> Receipt:
     """The receipt of a finished attempt, always under 4 KB."""
     row = {name: getattr(finished.row, name) for name in RECEIPT_COLUMNS}
-    return make_receipt(finished.key, msgspec.to_builtins(row), writer, finished.fatal_command)
+    receipt = make_receipt(finished.key, msgspec.to_builtins(row), writer, finished.fatal_command)
+    if place is None:
+        return receipt
+    return msgspec.structs.replace(receipt, stem=place.stem, offset=place.offset)
 
 
 def make_receipt(
@@ -155,12 +166,38 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
     graded_at: Timestamp
 
 
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a group of a live run: the columns of table `deliveries`, in order.
+
+    The newest row of a group counts. A complete group without a row waits for its trainer.
+    """
+
+    group_id: str
+    run_id: str
+    task_id: str
+    row_index: Int64
+    """Position of its task in the stream."""
+    event: str
+    """acknowledged, rejected, skipped (before any rollout), or reopened (after a rollback)."""
+    reason: str | None
+    """Why it was rejected or skipped."""
+    step: int | None
+    """The trainer's step that was given with the acknowledgement; with `reopened`, the step to
+    which the trainer went back."""
+    level: str | None
+    """The difficulty key of its task, if the run has a curriculum."""
+    solve_rate: float | None
+    """Mean reward of its valid members, scaled to 0 to 1 by the environment's range."""
+    created_at: Timestamp
+
+
 class Derived(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that a driver made from rows of the run. They belong to no attempt and change no
     unit."""
 
     groups: tuple[Group, ...] = ()
     grades: tuple[Grade, ...] = ()
+    deliveries: tuple[Delivery, ...] = ()
 
 
 def without_secrets(rows: Finished | Derived) -> Finished | Derived:

@@ -20,7 +20,10 @@ from hermes_rl.store.processes import HeldLock, read_holder, this_process
 SCHEMA_VERSION = 1
 """Of the tables and the journal. A run directory of a higher version is refused."""
 
-TABLES = ("segments", "subagents", "failures", "trajectories", "grades", "groups")
+TABLES = (
+    *("segments", "subagents", "failures", "trajectories", "grades", "groups"),
+    "deliveries",
+)
 """All tables, in the order of publishing: derived rows after the rows that finish units."""
 
 

@@ -13,7 +13,7 @@ import msgspec.inspect as mi
 import pyarrow as pa
 
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.store.rows import Grade, Group, Metric
+from hermes_rl.store.rows import Delivery, Grade, Group, Metric
 from hermes_rl.store.rundir import SCHEMA_VERSION
 
 VERSION_KEY = "hermes_rl.schema_version"
@@ -68,8 +68,9 @@ TRAJECTORIES = _schema(Trajectory)
 SEGMENTS = _schema(Segment)
 GROUPS = _schema(Group)
 GRADES = _schema(Grade)
+DELIVERIES = _schema(Delivery)
 
-_OTHERS = {"segments": SEGMENTS, "groups": GROUPS, "grades": GRADES}
+_OTHERS = {"segments": SEGMENTS, "groups": GROUPS, "grades": GRADES, "deliveries": DELIVERIES}
 
 
 def schema_of(table: str) -> Any:

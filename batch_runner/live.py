@@ -1,0 +1,579 @@
+"""The groups of a live run: which start, when one is complete, and what became of it.
+
+A complete group has a durable row before it is delivered, and an acknowledgement is durable before
+`ack` returns, so a kill loses and repeats neither. Rows of members are read from the journal while
+it has them (files that are published meanwhile stay open here), else from their Parquet part; so
+neither time nor memory depends on the length of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from batch_runner.budgets import budgets_of, open_budget_share
+from batch_runner.live_rows import MemberRows, Rows, load_state
+from batch_runner.plan import Plan, RunSource, Unit, UnitReader
+from batch_runner.progress import Sink
+from batch_runner.report import Stop
+from batch_runner.settings import Settings
+from hermes_rl.errors import HermesError, cause_of
+from hermes_rl.identity import group_id, trajectory_id
+from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.rl import (
+    INTERRUPTED,
+    SCORED_AT_ONCE,
+    Difficulty,
+    Gathered,
+    LiveGroup,
+    LiveOptions,
+    Member,
+    ReadyGroup,
+    RolloutsStopped,
+    Scoring,
+    env_rows,
+    make_group,
+    make_live_group,
+    open_grader,
+    scores_groups,
+    solve_rate,
+)
+from hermes_rl.store import (
+    Delivery,
+    Derived,
+    DerivedWriter,
+    Driver,
+    Group,
+    Place,
+    open_derived_writer,
+)
+from hermes_rl.tasks import LazyRow, Task
+
+if TYPE_CHECKING:
+    from hermes_rl.rl import Grader
+
+
+@dataclass
+class OpenGroup:
+    """A group that is not complete."""
+
+    item: Unit
+    group_id: str
+    size: int
+    level: str | None
+    seen: int = 0
+    """Members that were planned."""
+    waiting: list[WorkItem] = field(default_factory=list)
+    """Members that have not started."""
+    started: bool = False
+    early: int = 0
+    """Members after which it may end; 0 for none."""
+    passed: int = 0
+    """How often the curriculum preferred another task."""
+    members: dict[int, Member] = field(default_factory=dict)
+    """Members that ended, by index."""
+
+    @property
+    def task(self) -> Task | None:
+        """Its task; None for a bad row."""
+        return self.item.row.task
+
+    @property
+    def row_index(self) -> int:
+        """Position of its task in the stream."""
+        return self.item.row.index
+
+    @property
+    def task_id(self) -> str:
+        """See `WorkItem.task_id`."""
+        row = self.item.row
+        return row.task.id if row.task else row.raw_id or row.task_hash[:12]
+
+
+class GroupReader(UnitReader):
+    """Reads the units of a task stream, but not those of groups that are closed. Tasks of a stream
+    differ by their position, so none are counted."""
+
+    def __init__(self, rows: Iterable[LazyRow], config_hash: str, repeats: int, name: str) -> None:
+        super().__init__(rows, config_hash, repeats, name)
+        self.closed: set[bytes] = set()
+        """Ids of groups that are complete, rejected or skipped."""
+
+    def _read(self, row: LazyRow, done: Callable[[bytes], bool] | None) -> int:
+        self.rows += 1
+        members = row.repeats or self._repeats
+        if bytes.fromhex(group_id(self.config_hash, row.task_hash, 0)) in self.closed:
+            return members
+        parsed = row.parse()
+        self.bad_rows += parsed.task is None
+        self._units = self._members(parsed, 0, 1 if parsed.task is None else members)
+        return 0
+
+
+class GroupPlan(Plan):
+    """The open units of the stream; tells the groups of every unit, also of those that ended."""
+
+    def __init__(self, reader: GroupReader, driver: Driver, seed: int, live: LiveGroups) -> None:
+        super().__init__(reader, driver.ledger, epoch=driver.epoch, seed=seed)
+        self.groups = reader
+        self._live = live
+
+    def members_of(self, row_index: int) -> int | None:
+        """See `Plan`; the stream is read in order, so nothing is kept."""
+        return self.groups._repeats
+
+    def _item(self, unit: Unit) -> WorkItem | None:
+        item = super()._item(unit)
+        size = 1 if unit.row.task is None else unit.row.repeats or self.groups._repeats
+        if item is not None:
+            item = msgspec.structs.replace(item, repeats=size)
+        self._live.plan_member(unit, item, size)
+        return item
+
+
+class GroupSource(RunSource):
+    """Hands out the members of groups; a new group starts only if the trainer keeps up."""
+
+    def __init__(self, plan: GroupPlan, driver: Driver, sink: Sink, live: LiveGroups) -> None:
+        super().__init__(plan, driver, sink)
+        self._live = live
+
+    def wake(self) -> None:
+        """Look again at what may start."""
+        self._changed.set()
+
+    async def has_work(self) -> bool:
+        """Whether there is an attempt to make."""
+        while not self._live.planned and not self._plan.counts.complete and self.stop is None:
+            await self._read()
+        return bool(self._live.planned)
+
+    async def next(self) -> WorkItem | None:
+        """See `RunSource`."""
+        while self.stop is None:
+            if not self._live.options.policy.paused:
+                item = self._due_retry() or self._live.take()
+                if item is not None:
+                    self.in_flight[item.unit_id] = item
+                    return item
+                if not self._plan.counts.complete and self._live.wants_tasks():
+                    await self._read()
+                    continue
+            if self._is_over():
+                if self._left_open_reason is not None:
+                    self.halt(Stop("worker_lost", self._left_open_reason))
+                return None
+            await self._wait()
+        return None
+
+    async def _read(self) -> None:
+        await super()._read()
+        self._buffer.clear()  # the groups have them
+
+    def _is_over(self) -> bool:
+        over = self._plan.counts.complete and not self._live.planned and not self._live.starting
+        return over and not self._retries and not self.in_flight
+
+    async def receive(self, receipt: Receipt) -> None:
+        """See `RunSource`."""
+        item = self.in_flight.get(receipt.unit_id)
+        await super().receive(receipt)
+        if item is None:
+            return
+        if self._driver.ledger.disposition(receipt.unit_id) != "open":
+            self._live.end_member(item, receipt)
+
+
+class LiveGroups:
+    """The groups of one start of a live run (`hermes_rl.rl.LiveRun`)."""
+
+    def __init__(self, options: LiveOptions) -> None:
+        self.options = options
+        self.planned: dict[str, OpenGroup] = {}
+        """Groups that have not started."""
+        self.starting: deque[WorkItem] = deque()
+        """Members of started groups."""
+        self.ready = asyncio.Event()
+        """Set when the run can deliver."""
+        curriculum = options.selection.curriculum
+        self._difficulty = None if curriculum is None else Difficulty(curriculum)
+        self._open: dict[str, OpenGroup] = {}
+        self._known: dict[str, Member] = {}
+        """Unit -> its member, for groups that an earlier start left incomplete."""
+        self._queue: deque[tuple[dict[str, Any], bool]] = deque()
+        """Rows of groups to deliver, and whether they were delivered before."""
+        self._undecided: dict[str, Delivery] = {}
+        """Groups without an acknowledgement, complete or delivered."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+        self._left = asyncio.Event()
+        self._over = False
+        self._error: BaseException | None = None
+        self._grading = asyncio.Lock()
+        self._grader: Grader | None = None
+        self._stack = AsyncExitStack()
+
+    # The run
+
+    def make_source(
+        self, settings: Settings, driver: Driver, sink: Sink
+    ) -> tuple[GroupPlan, GroupSource]:
+        """Make the plan and the source of the run."""
+        opened, dataset = settings.opened, settings.config.dataset
+        assert opened is not None
+        self._settings, self._driver = settings, driver
+        self._scores = scores_groups(opened)
+        self._range = opened.env.config.reward_range
+        rows = env_rows(opened, dataset.limit)
+        reader = GroupReader(rows, settings.config_hash, dataset.repeats, dataset.path)
+        self._plan = GroupPlan(reader, driver, settings.config.agent.base_seed, self)
+        self.source = GroupSource(self._plan, driver, sink, self)
+        return self._plan, self.source
+
+    @asynccontextmanager
+    async def opened(
+        self, coordinator: Callable[[], Coordinator | None], end: Callable[[], None]
+    ) -> AsyncIterator[None]:
+        """Deliver what earlier starts left, then what the run adds.
+
+        Args:
+            coordinator: of the run's budgets, while it has workers.
+            end: cancels the running rollouts.
+        """
+        driver, every_s = self._driver, self._settings.config.run.publish_every_s
+        self._coordinator, self._cancel = coordinator, end
+        state = await asyncio.to_thread(load_state, driver, self.options.resume_step)
+        self._plan.groups.closed, self._known = state.closed, state.known
+        self._rows = MemberRows(driver.run_dir, state.places)
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self.source.wake)
+
+        async with AsyncExitStack() as self._stack:
+            writer = open_derived_writer(driver.run_dir, driver.epoch, every_s=every_s)
+            self._writer: DerivedWriter = await self._stack.enter_async_context(writer)
+            self.options.policy.listeners.append(wake)
+            self._stack.callback(self.options.policy.listeners.remove, wake)
+            self._stack.callback(self._rows.close)
+            if state.reopened:
+                await self._writer.add(Derived(deliveries=tuple(state.reopened)))
+            for level, rate in state.results:
+                if self._difficulty is not None:
+                    self._difficulty.record(level, rate)
+            for row in state.pending:
+                self._undecided[row["group_id"]] = self._delivery_of(row, -1, None)
+                self._queue.append((row, True))
+            self.ready.set()
+            yield
+
+    async def wait_for_consumer(self) -> None:
+        """Return when the consumer has left. Nothing runs any more."""
+        while self._closing:
+            await asyncio.wait(self._closing)
+        self._over = True
+        self._changed.set()
+        await self._left.wait()
+
+    def leave(self) -> None:
+        """The consumer leaves: running rollouts are cancelled, and their groups stay open."""
+        self._left.set()
+        self.source.halt(Stop("interrupted", "the stream was closed"))
+        self._cancel()
+
+    # What starts
+
+    def plan_member(self, unit: Unit, item: WorkItem | None, size: int) -> None:
+        """Take a unit of the stream; `item` is None for one that ended in an earlier start."""
+        own_id = group_id(self._plan.groups.config_hash, unit.row.task_hash, unit.occurrence)
+        group = self._open.get(own_id)
+        if group is None:
+            curriculum = self.options.selection.curriculum
+            level = None if curriculum is None else curriculum.level_of(unit.row.task)
+            group = OpenGroup(unit, own_id, size, level)
+            self._open[own_id] = self.planned[own_id] = group
+        group.seen += 1
+        if item is not None:
+            group.waiting.append(item)
+        else:
+            known = Member(unit.repeat, unit.unit_id, None, None, "driver_lost")
+            group.members[unit.repeat] = self._known.pop(unit.unit_id, known)
+        if group.seen == group.size and not group.waiting:
+            del self.planned[own_id]
+            self._close(group)
+
+    def wants_tasks(self) -> bool:
+        """Whether further tasks of the stream are needed."""
+        curriculum = self.options.selection.curriculum
+        window = 1 if curriculum is None else curriculum.window
+        return self._keeps_up() and len(self.planned) < window
+
+    def _keeps_up(self) -> bool:
+        """Whether the trainer keeps up with the groups."""
+        return len(self._queue) + len(self._closing) < self.options.ahead
+
+    def take(self) -> WorkItem | None:
+        """Return the next member; None if none may start now."""
+        if not self.starting and self._keeps_up() and (group := self._choose()) is not None:
+            del self.planned[group.group_id]
+            group.started = True
+            first = self.options.selection.early_stop
+            if first is not None and first < group.size:
+                group.early = first
+                first = max(0, first - len(group.members))
+            else:
+                first = len(group.waiting)
+            self._start(group, first)
+            if group.early and not self.starting:
+                self._continue_or_end(group)
+        return self.starting.popleft() if self.starting else None
+
+    def _start(self, group: OpenGroup, count: int) -> None:
+        self.starting.extend(group.waiting[:count])
+        del group.waiting[:count]
+
+    def _choose(self) -> OpenGroup | None:
+        """Return the group that starts next."""
+        whole = {n: group for n, group in self.planned.items() if group.seen == group.size}
+        if not whole:
+            return None
+        if self._difficulty is None:
+            return next(iter(whole.values()))
+        best = self._difficulty.choose({n: group.level for n, group in whole.items()})
+        for name, group in whole.items():
+            if name == best:
+                break
+            group.passed += 1
+            if group.passed > self._difficulty.curriculum.window and not group.members:
+                self._skip(group)
+        return whole[best]
+
+    def _skip(self, group: OpenGroup) -> None:
+        del self.planned[group.group_id], self._open[group.group_id]
+        why = f"curriculum: other levels were preferred to {group.level}"
+        self._background(self._store(self._delivery_of_open(group), "skipped", why))
+
+    # What ends
+
+    def end_member(self, item: WorkItem, receipt: Receipt) -> None:
+        """Record the end of a member that is not retried."""
+        group = self._open[item.group_id]
+        own_id = trajectory_id(receipt.unit_id, receipt.epoch, receipt.attempt)
+        ok, judged = receipt.status == "ok", receipt.reward is not None
+        why = None if ok and judged else "not graded" if ok else str(receipt.cause)
+        group.members[item.repeat] = Member(
+            index=item.repeat,
+            unit_id=receipt.unit_id,
+            trajectory_id=own_id if ok else None,
+            reward=receipt.reward if ok else None,
+            why_invalid=why,
+            unjudged=own_id if receipt.cause == "verifier" else None,
+        )
+        if ok and receipt.stem is not None:
+            self._rows.note(own_id, Place(stem=receipt.stem, offset=receipt.offset))
+        if len(group.members) == group.size:
+            self._close(group)
+        elif group.early and group.waiting and len(group.members) == group.early:
+            self._continue_or_end(group)
+
+    def _continue_or_end(self, group: OpenGroup) -> None:
+        """Start the other members, unless the first ones show that the group is refused."""
+        rewards = [member.reward for member in group.members.values()]
+        why = self.options.selection.ends_early(rewards, group.size)
+        group.early = 0
+        if why is None:
+            self._start(group, len(group.waiting))
+            self.source.wake()
+        else:
+            self._close(group, why)
+
+    def _close(self, group: OpenGroup, why: str | None = None) -> None:
+        del self._open[group.group_id]
+        self._background(self._finish(group, why))
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._error is None:
+            self._error = error
+            cause = cause_of(error) if isinstance(error, HermesError) else "harness"
+            self.source.halt(Stop(cause, str(error)))
+        self.source.wake()
+        self._changed.set()
+
+    async def _finish(self, group: OpenGroup, why: str | None) -> None:
+        """Write the row of a group, and deliver or reject it."""
+        settings, opened = self._settings, self._settings.opened
+        assert opened is not None
+        gathered = Gathered(
+            {
+                "group_id": group.group_id,
+                "run_id": self._driver.run_id,
+                "task_id": group.task_id,
+                "task_hash": group.item.row.task_hash,
+                "env_name": opened.env.name,
+                "split": opened.section.split,
+            },
+            tuple(group.members[index] for index in sorted(group.members)),
+            group.row_index,
+        )
+        row = make_group(gathered)
+        if self._scores and why is None and settings.hosts is not None:
+            scored = await self._score(gathered, group.task)
+            if scored is None:
+                return
+            row = scored
+        why = why or self.options.selection.refuse(row, self._range)
+        delivery = self._delivery_of(row, group.row_index, group.level)
+        if self._difficulty is not None:
+            self._difficulty.record(group.level, delivery.solve_rate)
+        rejected = msgspec.structs.replace(delivery, event="rejected", reason=why)
+        await self._writer.add(
+            Derived(groups=(row,), deliveries=() if why is None else (rejected,))
+        )
+        self._driver.ledger.forget(row.unit_ids)
+        if why is not None:
+            self._rows.drop(row.trajectory_ids)
+            self._counts[f"rejected {why.partition(':')[0]}"] += 1
+            return
+        self._undecided[group.group_id] = delivery
+        self._queue.append((msgspec.structs.asdict(row), False))
+
+    async def _score(self, gathered: Gathered, task: Task | None) -> Group | None:
+        """Return the row of a group that its environment scores; None when it cannot now."""
+        grader = await self._open_grader()
+        ids = [m.trajectory_id for m in gathered.members if m.trajectory_id and not m.why_invalid]
+        found = await asyncio.to_thread(self._rows.read, ids)
+        ready = ReadyGroup(gathered, task, tuple(found[one].row for one in ids))
+        cut = make_group(gathered, Scoring(by="score_group", error=INTERRUPTED))
+        pending = self._writer.begin(Derived(groups=(cut,)))
+        scoring = await grader.score(ready, pending)
+        row = make_group(gathered, scoring)
+        if scoring.error is None:
+            await self._writer.add(None, pending)
+            return row
+        await self._writer.add(Derived(groups=(row,)), pending)
+        self._counts["unscored"] += 1
+        if scoring.stop is not None:
+            self.source.halt(Stop(cause_of(scoring.stop), scoring.error))
+        return None
+
+    async def _open_grader(self) -> Grader:
+        async with self._grading:
+            if self._grader is None:
+                settings, driver = self._settings, self._driver
+                config, coordinator = settings.config, self._coordinator()
+                assert settings.hosts is not None
+                if coordinator is None:  # nothing is left to roll out
+                    opening = open_budget_share(config, driver.run_dir, SCORED_AT_ONCE, {})
+                    share = await self._stack.enter_async_context(opening)
+                else:
+                    share = Share("driver", tuple(budgets_of(config)))
+                    sharing = share.coordinated(coordinator.handle)
+                    await self._stack.enter_async_context(sharing)
+                grader = open_grader(
+                    config, driver.run_dir, driver.run_id, share,
+                    opens=settings.hosts.open, keys=settings.keys,
+                )  # fmt: skip
+                self._grader = await self._stack.enter_async_context(grader)
+            return self._grader
+
+    # The consumer
+
+    async def next(self) -> LiveGroup | None:
+        """See `hermes_rl.rl.LiveRun`."""
+        while not self._queue:
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                self._raise_stop()
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        row, again = self._queue.popleft()
+        self.source.wake()
+        ids = [one for one in row["trajectory_ids"] if one is not None]
+        found: Rows = await asyncio.to_thread(self._rows.read, ids)
+        self._rows.drop(ids)
+        self._counts["delivered"] += 1
+        return make_live_group(
+            row,
+            {one: found[one].decoded() for one in ids},
+            advantage=self.options.advantage,
+            again=again,
+            handle=self,
+        )
+
+    def _raise_stop(self) -> None:
+        stop = self.source.stop
+        if stop is not None and not self._left.is_set():
+            config = self._settings.config
+            text = stop.explain(config, sum(self._counts.values()))
+            raise RolloutsStopped(f"{text}. {stop.hint(config)}")
+
+    def end(self, work: asyncio.Task[Any]) -> None:
+        """The run has ended, with an error if it failed."""
+        self._over = True
+        if not work.cancelled() and self._error is None:
+            self._error = work.exception()
+        self._changed.set()
+
+    async def acknowledge(self, own_id: str, step: int | None) -> None:
+        """See `hermes_rl.rl.LiveRun`."""
+        if (delivery := self._undecided.get(own_id)) is not None:
+            await self._store(delivery, "acknowledged", None, step)
+
+    async def reject(self, own_id: str, reason: str) -> None:
+        """See `hermes_rl.rl.LiveRun`."""
+        if (delivery := self._undecided.get(own_id)) is not None:
+            await self._store(delivery, "rejected", reason)
+
+    def counts(self) -> dict[str, int]:
+        """See `hermes_rl.rl.LiveRun`."""
+        return dict(self._counts)
+
+    async def _store(
+        self, delivery: Delivery, event: str, reason: str | None, step: int | None = None
+    ) -> None:
+        now = time.time_ns() // 1000
+        made = msgspec.structs.replace(
+            delivery, event=event, reason=reason, step=step, created_at=now
+        )
+        self._undecided.pop(delivery.group_id, None)
+        await self._writer.add(Derived(deliveries=(made,)))
+        self._counts[event] += 1
+
+    def _delivery_of_open(self, group: OpenGroup) -> Delivery:
+        row = {"group_id": group.group_id, "task_id": group.task_id, "rewards": []}
+        return self._delivery_of(row, group.row_index, group.level)
+
+    def _delivery_of(
+        self, row: dict[str, Any] | Group, row_index: int, level: str | None
+    ) -> Delivery:
+        columns = msgspec.structs.asdict(row) if isinstance(row, Group) else row
+        return Delivery(
+            group_id=columns["group_id"],
+            run_id=self._driver.run_id,
+            task_id=columns["task_id"],
+            row_index=row_index,
+            event="",
+            reason=None,
+            step=None,
+            level=level,
+            solve_rate=solve_rate(columns["rewards"], self._range),
+            created_at=time.time_ns() // 1000,
+        )

@@ -1,0 +1,376 @@
+"""Rollouts that feed a trainer while it learns: complete groups as soon as their last member ends.
+
+    async with rollouts("my_env", Policy(model="m", base_url=URL), out="runs/live") as stream:
+        async for group in stream:
+            ...                       # group.members: rewards, advantages, segments
+            await group.ack(step=3)   # durable
+
+The rollouts are a run: `out` is a run directory with all of its promises. The batch runner, which
+stands above this package and is found by name, runs them in this process or on Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from hermes_rl.aio import LoopThread
+from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.errors import HermesError, UserError
+from hermes_rl.record import Segment
+from hermes_rl.rl.environment import EnvConfig, Environment
+from hermes_rl.rl.loading import name_environment
+from hermes_rl.rl.selection import Selection
+
+Advantage = Literal["grpo", "rloo", "dr_grpo"]
+_RUNNER = "batch_runner"
+
+
+class RolloutsStopped(HermesError):
+    """No rollouts can be made at present: a refused key, an exhausted budget, a full disk."""
+
+
+class Policy:
+    """The sampler whose rollouts are wanted.
+
+    Args:
+        model: its name at the endpoint; `oracle` plays the tasks' own solutions.
+        base_url: of an OpenAI-compatible endpoint.
+        api_key_env: variable with the key.
+        tokens, tokenizer: how token ids are got; see docs/exact-tokens.md.
+        version: of the weights that the sampler has now.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        base_url: str | None = None,
+        api_key_env: str | None = None,
+        tokens: str = "auto",
+        tokenizer: str | Path | None = None,
+        version: int | None = None,
+    ) -> None:
+        self.model, self.version = model, version
+        self.endpoint: dict[str, Any] = {"base_url": base_url, "api_key_env": api_key_env}
+        self.endpoint |= {"tokens": tokens, "tokenizer": tokenizer and str(tokenizer)}
+        self.endpoint = {name: value for name, value in self.endpoint.items() if value is not None}
+        self.paused = False
+        self.listeners: list[Callable[[], None]] = []
+        """Called after each change, on the thread of the change."""
+
+    async def set_version(self, version: int) -> None:
+        """Note the version of the sampler's weights. Versions of tokens come from its responses."""
+        self.version = version
+        self._notify()
+
+    async def pause(self) -> None:
+        """Start no further rollouts, for example while weights are loaded."""
+        self.paused = True
+        self._notify()
+
+    async def resume(self) -> None:
+        """Start rollouts again."""
+        self.paused = False
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in list(self.listeners):
+            listener()
+
+
+@dataclass(frozen=True)
+class LiveMember:
+    """One rollout of a group."""
+
+    index: int
+    unit_id: str
+    trajectory_id: str | None
+    """None if it was given up."""
+    reward: float | None
+    valid: bool
+    why_invalid: str | None
+    advantage: float | None
+    """Of the kind that was asked for; None if it is not valid."""
+    trajectory: dict[str, Any] | None
+    """Its row, with decoded JSON columns."""
+    segments: list[Segment]
+    """Its token-exact branches; empty without exact tokens. The advantage is that of the rollout:
+    all its trained tokens share it."""
+
+
+@dataclass(frozen=True)
+class GroupData:
+    """A complete group."""
+
+    group_id: str
+    task_id: str
+    row_index: int
+    """Position of its task in the stream."""
+    members: list[LiveMember]
+    mean: float | None
+    std: float | None
+    row: dict[str, Any] = field(repr=False)
+    """Its row of table `groups`."""
+    again: bool
+    """It was delivered before, and not acknowledged."""
+    handle: LiveRun = field(repr=False)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The least and the greatest policy version of its sampled tokens, where known."""
+        known = [
+            version
+            for member in self.members
+            for segment in member.segments
+            for version, sampled in zip(segment.version_ids, segment.sampled_mask, strict=True)
+            if sampled and version >= 0
+        ]
+        return (min(known), max(known)) if known else None
+
+
+class LiveGroup(GroupData):
+    """A group of `rollouts()`."""
+
+    async def ack(self, step: int | None = None) -> None:
+        """Record that the trainer has used the group. Durable on return; twice is like once.
+
+        Args:
+            step: of the trainer; a later start with `resume_step` below it delivers the group
+                again.
+
+        Raises: DiskFull.
+        """
+        await self.handle.acknowledge(self.group_id, step)
+
+    async def reject(self, reason: str) -> None:
+        """Record that the trainer does not use the group, and why. Durable on return."""
+        await self.handle.reject(self.group_id, reason)
+
+
+class SyncGroup(GroupData):
+    """A group of `rollouts().sync()`."""
+
+    home: LoopThread
+
+    def ack(self, step: int | None = None) -> None:
+        """See `LiveGroup.ack`."""
+        self.home.run(self.handle.acknowledge(self.group_id, step))
+
+    def reject(self, reason: str) -> None:
+        """See `LiveGroup.reject`."""
+        self.home.run(self.handle.reject(self.group_id, reason))
+
+
+class LiveRun(Protocol):
+    """The run under a stream."""
+
+    async def next(self) -> LiveGroup | None:
+        """Return the next group; None after the last one. Raises: RolloutsStopped and others."""
+
+    async def acknowledge(self, group_id: str, step: int | None) -> None:
+        """See `LiveGroup.ack`."""
+
+    async def reject(self, group_id: str, reason: str) -> None:
+        """See `LiveGroup.reject`."""
+
+    def counts(self) -> dict[str, int]:
+        """Return counts of groups by what became of them in this start."""
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """What a stream asks of its run."""
+
+    policy: Policy
+    selection: Selection
+    advantage: Advantage
+    ahead: int
+    resume_step: int | None
+
+
+class Runner(Protocol):
+    """What the batch runner offers to this package."""
+
+    def open_live(
+        self, config: RunConfig, options: LiveOptions
+    ) -> AbstractAsyncContextManager[LiveRun]:
+        """Start a run and pass on its groups; ends it at exit."""
+
+    def connect_ray(self, workers: int) -> AbstractAsyncContextManager[object]:
+        """Connect to Ray on this thread."""
+
+
+class RolloutStream:
+    """An async context manager and iterator over groups; made by `rollouts`."""
+
+    def __init__(self, config: RunConfig, options: LiveOptions) -> None:
+        self.config, self._options = config, options
+        self._stack = AsyncExitStack()
+        self._run: LiveRun | None = None
+
+    async def __aenter__(self) -> Self:
+        runner: Runner = importlib.import_module(_RUNNER)
+        opening = runner.open_live(self.config, self._options)
+        self._run = await self._stack.enter_async_context(opening)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    def __aiter__(self) -> AsyncIterator[LiveGroup]:
+        return self
+
+    async def __anext__(self) -> LiveGroup:
+        group = await self.run.next()
+        if group is None:
+            raise StopAsyncIteration
+        return group
+
+    @property
+    def run(self) -> LiveRun:
+        """The run under it. Raises: UserError outside of `async with`."""
+        if self._run is None:
+            raise UserError("rollouts(...) is not open. Use `async with rollouts(...) as stream`")
+        return self._run
+
+    def counts(self) -> dict[str, int]:
+        """Return counts of groups by what became of them in this start."""
+        return self.run.counts()
+
+    def sync(self) -> SyncRollouts:
+        """Return the same for synchronous code: `with rollouts(...).sync() as stream`."""
+        return SyncRollouts(self)
+
+
+class SyncRollouts:
+    """A stream for synchronous trainers; its rollouts run on a thread of their own."""
+
+    def __init__(self, stream: RolloutStream) -> None:
+        self._stream, self._stack = stream, ExitStack()
+        self._home: LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        workers = self._stream.config.run.workers
+        if workers:  # Ray starts on the thread of the caller
+            ray = importlib.import_module(_RUNNER).connect_ray(workers)
+            self._stack.enter_context(ray)
+        self._home = self._stack.enter_context(LoopThread("hermes-rl-rollouts"))
+        self._stack.callback(self._home.run, self._stream.__aexit__())
+        try:
+            self._home.run(self._stream.__aenter__())
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[SyncGroup]:
+        assert self._home is not None
+        while (group := self._home.run(self._stream.run.next())) is not None:
+            made = SyncGroup(**vars(group))
+            object.__setattr__(made, "home", self._home)
+            yield made
+
+    def counts(self) -> dict[str, int]:
+        """See `RolloutStream.counts`."""
+        return self._stream.counts()
+
+
+def rollouts(
+    env: str | type[Environment[Any]] | Environment[Any],
+    policy: Policy,
+    *,
+    out: str | Path,
+    group_size: int = 8,
+    concurrency: int = 64,
+    seed: int = 0,
+    workers: int = 0,
+    split: str = "train",
+    limit: int | None = None,
+    advantage: Advantage = "grpo",
+    ahead: int | None = None,
+    selection: Selection | None = None,
+    resume_step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> RolloutStream:
+    """Roll out an environment and yield complete groups, with advantages and segments.
+
+    Args:
+        env: an environment, its class, a name, or `file.py:Class`.
+        out: run directory. The same call continues it: groups that were not acknowledged come
+            first, in their order.
+        group_size: rollouts of each task.
+        concurrency: rollouts in flight.
+        seed: of the task stream and of sampling.
+        workers: Ray workers; 0 runs in this process.
+        limit: tasks of the stream; None is all, also of an endless stream.
+        advantage: the kind in `member.advantage`.
+        ahead: complete groups that wait for the trainer, at most; no new group starts beyond that.
+        selection: which groups are delivered.
+        resume_step: the step of the checkpoint that the trainer was restored from. Groups that were
+            acknowledged with a later step are delivered again.
+        config: further sections of the run's configuration, such as `{"sandbox": {...}}`.
+
+    Raises: UserError; StoreError for a run of another configuration.
+    """
+    section: dict[str, Any] = {"split": split, "seed": seed, "mode": "live"}
+    if isinstance(env, str):
+        section["name"] = env
+    else:
+        section["name"] = name_environment(env if isinstance(env, type) else type(env))
+        if isinstance(env, Environment) and isinstance(env.config, EnvConfig):
+            section["config"] = env.config.model_dump(mode="json", exclude_unset=True)
+    data: dict[str, Any] = {
+        "dataset": {"limit": limit, "repeats": group_size},
+        "model": {"name": policy.model},
+        "agent": {"seed": seed},
+        "endpoint": policy.endpoint,
+        "run": {"out": str(out), "workers": workers, "concurrency": concurrency},
+        "env": section,
+    }
+    for name, more in (config or {}).items():
+        merged = isinstance(more, Mapping) and isinstance(data.get(name), dict)
+        data[name] = {**data[name], **more} if merged else more
+    waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
+    if waiting < 1:
+        raise UserError("ahead must be at least 1")
+    options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step)
+    return RolloutStream(parse_config(data, "rollouts"), options)
+
+
+def make_live_group(
+    row: dict[str, Any],
+    rows: Mapping[str, tuple[dict[str, Any], list[Segment]]],
+    *,
+    advantage: Advantage,
+    again: bool,
+    handle: LiveRun,
+) -> LiveGroup:
+    """Make a group from its row and those of its members, by trajectory id."""
+    columns: Sequence[str] = ("members", "unit_ids", "trajectory_ids", "rewards", "valid")
+    listed = zip(*(row[name] for name in (*columns, "why_invalid", advantage)), strict=True)
+    members = []
+    for index, unit, trajectory, reward, valid, why, value in listed:
+        found = rows.get(trajectory) if trajectory is not None else None
+        own, segments = found if found is not None else (None, [])
+        members.append(
+            LiveMember(index, unit, trajectory, reward, valid, why, value, own, segments)
+        )
+    return LiveGroup(
+        group_id=row["group_id"],
+        task_id=row["task_id"],
+        row_index=next((m.trajectory["row_index"] for m in members if m.trajectory), -1),
+        members=members,
+        mean=row["mean"],
+        std=row["std"],
+        row=row,
+        again=again,
+        handle=handle,
+    )

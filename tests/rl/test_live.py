@@ -1,0 +1,232 @@
+"""`rollouts()`: complete groups as they end, acknowledged once, also after kills."""
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import CLI, Lab, start_server
+
+from hermes_rl.rl import LiveGroup, Policy, RolloutsStopped, RolloutStream, Selection, rollouts
+from hermes_rl.store import load_run
+from hermes_rl.testing import FakeServer
+
+SIZE = 4
+TALK = f"""
+class Config(EnvConfig):
+    sandboxed: bool = False
+    toolsets: tuple[str, ...] | None = ()
+
+endless = True
+
+def tasks(self, split, seed):
+    n = 0
+    while True:
+        yield make_task(f"Number {{n}}.", id=f"n{{n}}", n=n, level=str(n % 3))
+        n += 1
+
+async def compute_reward(self, task, trajectory, ctx):
+    return float(ctx.member < task.metadata["n"] % {SIZE + 1})
+"""
+
+
+def open_stream(lab: Lab, server: FakeServer, **more: Any) -> RolloutStream:
+    policy = more.pop("policy", None) or Policy(
+        model="policy", base_url=server.base_url, tokens="off"
+    )
+    run = {"allow_unsandboxed": True, "budget_tokens": more.pop("budget_tokens", None)}
+    config = {"sandbox": {"backend": "none"}, "run": run}
+    more = {"group_size": SIZE, "concurrency": 16, **more}
+    return rollouts(str(lab.path / "made_up.py"), policy, out=lab.out, config=config, **more)
+
+
+async def take(stream: RolloutStream, count: int, ack: int | None = None) -> list[LiveGroup]:
+    taken = []
+    for step in range(count):
+        async with asyncio.timeout(30):
+            group = await anext(stream)
+        taken.append(group)
+        if ack is not None:
+            await group.ack(step=ack + step)
+    return taken
+
+
+async def check(lab: Lab) -> None:
+    """`hermes-rl check` finds nothing."""
+    command = [sys.executable, "-c", CLI, "check", str(lab.out)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert process.returncode == 0, out.decode()
+
+
+async def test_groups_are_complete_and_acknowledged_once(lab: Lab) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        async with open_stream(lab, server) as stream:
+            first = await take(stream, 6, ack=1)
+            held = await take(stream, 3)
+        for group in first:
+            n = int(group.task_id[1:])
+            rewards = [member.reward for member in group.members]
+            assert rewards == [float(m < n % (SIZE + 1)) for m in range(SIZE)]
+            assert [m.trajectory["reward"] for m in group.members if m.trajectory] == rewards
+            advantages = [member.advantage for member in group.members]
+            assert sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-9)
+            assert all(m.trajectory and m.trajectory["messages"] for m in group.members)
+        async with open_stream(lab, server) as stream:
+            again = await take(stream, len(held), ack=7)
+            assert [g.group_id for g in again] == [g.group_id for g in held]
+            assert all(group.again for group in again)
+            before, now = (g[0].members[0].trajectory or {} for g in (held, again))
+            for name in ("messages", "metrics", "usage", "reward", "metadata"):
+                assert before[name] == now[name]
+            more = await take(stream, 3, ack=10)
+        # The trainer goes back to step 8: what it acknowledged later comes again.
+        later = [g.group_id for g in (*again, *more)][2:]
+        async with open_stream(lab, server, resume_step=8) as stream:
+            restored = await take(stream, len(later))
+            assert [g.group_id for g in restored] == later
+            await asyncio.gather(*(group.ack(step=9) for group in restored))
+            await restored[0].ack(step=9)
+    events = load_run(lab.out).frame("deliveries")
+    acknowledged = Counter(events[events["event"] == "acknowledged"]["group_id"])
+    assert acknowledged == Counter({**{g.group_id: 1 for g in (*first, *again, *more)}}) + Counter(
+        later
+    )
+    units = Counter(row["unit_id"] for row in lab.rows())
+    assert set(units.values()) == {1}
+    await check(lab)
+
+
+async def test_refused_groups_are_stored_with_the_reason(lab: Lab) -> None:
+    lab.write(TALK)
+    selection = Selection(drop_equal=True, solve_rate=(0.5, 1.0), early_stop=2)
+    async with start_server(policy=lambda request: "Well.") as server:
+        stream = open_stream(lab, server, selection=selection, limit=20)
+        async with stream:
+            taken = [group async for group in stream]
+            counts = stream.counts()
+    # Of n % 5 solved members: the first two are equal for 0, 2, 3 and 4.
+    assert {int(g.task_id[1:]) % 5 for g in taken} == set()
+    assert counts["rejected equal_scores"] == 16
+    assert counts["rejected too_hard"] == 4
+    stored = load_run(lab.out).deliveries.set_index("task_id")
+    assert stored.loc["n2", "reason"] == "equal_scores: the first 2 of 4 rewards are 1"
+    assert stored.loc["n1", "reason"].startswith("too_hard: solve rate 0.25")
+    rolled = Counter(row["task_id"] for row in lab.rows())
+    assert rolled["n2"] == 2
+    assert rolled["n1"] == SIZE
+
+
+async def test_a_trainer_that_is_slow_holds_rollouts_back_and_pause_stops_them(lab: Lab) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        policy = Policy(model="policy", base_url=server.base_url, tokens="off")
+        async with open_stream(lab, server, ahead=2, policy=policy) as stream:
+            await take(stream, 1)
+            await asyncio.sleep(0.5)
+            waiting = len(server.entries)
+            assert waiting <= (1 + 2) * SIZE + 16
+            await policy.pause()
+            await take(stream, 2)
+            await asyncio.sleep(0.2)
+            paused = len(server.entries)
+            await asyncio.sleep(0.3)
+            assert len(server.entries) == paused
+            await policy.resume()
+            await take(stream, 6)
+
+
+async def test_a_spent_budget_ends_the_stream_with_the_reason(lab: Lab) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        async with open_stream(lab, server, budget_tokens=20_000) as stream:
+            with pytest.raises(RolloutsStopped, match="budget"):
+                await take(stream, 10_000, ack=1)
+        async with open_stream(lab, server, budget_tokens=10**9) as stream:
+            await take(stream, 2)
+
+
+def test_a_synchronous_trainer_uses_the_same_stream(lab: Lab) -> None:
+    lab.write(TALK)
+    config = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
+    env = str(lab.path / "made_up.py")
+    with rollouts(
+        env, Policy(model="noop"), out=lab.out, group_size=2, limit=3, config=config
+    ).sync() as stream:
+        for group in stream:
+            group.ack(step=1)
+    deliveries = load_run(lab.out).deliveries
+    assert deliveries["event"].tolist() == ["acknowledged"] * 3
+
+
+TRAINER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from runs import Lab
+from test_live import open_stream
+from pathlib import Path
+from types import SimpleNamespace
+
+async def main():
+    lab, server = Lab(Path(sys.argv[2])), SimpleNamespace(base_url=sys.argv[3])
+    async with open_stream(lab, server, limit=int(sys.argv[4])) as stream:
+        async for group in stream:
+            print("got", group.group_id, flush=True)
+            await group.ack(step=1)
+            print("ack", group.group_id, flush=True)
+    print("end", flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def train_until(
+    lab: Lab, server: FakeServer, acks: int, limit: int
+) -> tuple[list[str], bool]:
+    """Run a trainer, and kill it after some acknowledgements. Returns those, and its end."""
+    here = str(Path(__file__).parent)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TRAINER, here, str(lab.path), server.base_url, str(limit),
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout
+    seen: list[str] = []
+    async for line in process.stdout:
+        word, _, name = line.decode().strip().partition(" ")
+        if word == "ack":
+            seen.append(name)
+            if len(seen) == acks:
+                process.send_signal(signal.SIGKILL)
+        if word == "end":
+            await process.wait()
+            return seen, True
+    await process.wait()
+    return seen, False
+
+
+async def kill_trainers(lab: Lab, server: FakeServer, kills: int, limit: int) -> list[str]:
+    seen: list[str] = []
+    for number in range(kills):
+        more, _ = await train_until(lab, server, 1 + number % 3, limit)
+        seen += more
+    more, ended = await train_until(lab, server, 10**6, limit)
+    assert ended
+    return seen + more
+
+
+async def test_each_group_is_acknowledged_exactly_once_over_kills(lab: Lab) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        seen = await kill_trainers(lab, server, kills=3, limit=24)
+    assert len(seen) == len(set(seen)), "an acknowledged group does not come again"
+    events = load_run(lab.out).frame("deliveries")
+    acknowledged = Counter(events[events["event"] == "acknowledged"]["group_id"])
+    assert set(acknowledged.values()) == {1}
+    assert set(seen) <= set(acknowledged)
+    assert len(acknowledged) == 24
+    assert set(Counter(row["unit_id"] for row in lab.rows()).values()) == {1}
+    await check(lab)
