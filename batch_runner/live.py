@@ -294,13 +294,13 @@ class LiveGroups:
 
     def plan_member(self, unit: Unit, item: WorkItem | None, size: int) -> None:
         """Take a unit of the stream; `item` is None for one that ended in an earlier start."""
-        own_id = group_id(self._plan.groups.config_hash, unit.row.task_hash, unit.occurrence)
-        group = self._open.get(own_id)
+        name = group_id(self._plan.groups.config_hash, unit.row.task_hash, unit.occurrence)
+        group = self._open.get(name)
         if group is None:
             curriculum = self.options.selection.curriculum
             level = None if curriculum is None else curriculum.level_of(unit.row.task)
-            group = OpenGroup(unit, own_id, size, level)
-            self._open[own_id] = self.planned[own_id] = group
+            group = OpenGroup(unit, name, size, level)
+            self._open[name] = self.planned[name] = group
         group.seen += 1
         if item is not None:
             group.waiting.append(item)
@@ -308,7 +308,7 @@ class LiveGroups:
             known = Member(unit.repeat, unit.unit_id, None, None, "driver_lost")
             group.members[unit.repeat] = self._known.pop(unit.unit_id, known)
         if group.seen == group.size and not group.waiting:
-            del self.planned[own_id]
+            del self.planned[name]
             self._close(group)
 
     def wants_tasks(self) -> bool:
@@ -367,19 +367,19 @@ class LiveGroups:
     def end_member(self, item: WorkItem, receipt: Receipt) -> None:
         """Record the end of a member that is not retried."""
         group = self._open[item.group_id]
-        own_id = trajectory_id(receipt.unit_id, receipt.epoch, receipt.attempt)
+        name = trajectory_id(receipt.unit_id, receipt.epoch, receipt.attempt)
         ok, judged = receipt.status == "ok", receipt.reward is not None
         why = None if ok and judged else "not graded" if ok else str(receipt.cause)
         group.members[item.repeat] = Member(
             index=item.repeat,
             unit_id=receipt.unit_id,
-            trajectory_id=own_id if ok else None,
+            trajectory_id=name if ok else None,
             reward=receipt.reward if ok else None,
             why_invalid=why,
-            unjudged=own_id if receipt.cause == "verifier" else None,
+            unjudged=name if receipt.cause == "verifier" else None,
         )
         if ok and receipt.stem is not None:
-            self._rows.note(own_id, Place(stem=receipt.stem, offset=receipt.offset))
+            self._rows.note(name, Place(stem=receipt.stem, offset=receipt.offset))
         if len(group.members) == group.size:
             self._close(group)
         elif group.early and group.waiting and len(group.members) == group.early:
@@ -532,14 +532,14 @@ class LiveGroups:
             self._error = work.exception()
         self._changed.set()
 
-    async def acknowledge(self, own_id: str, step: int | None) -> None:
+    async def acknowledge(self, name: str, step: int | None) -> None:
         """See `hermes_rl.rl.LiveRun`."""
-        if (delivery := self._undecided.get(own_id)) is not None:
+        if (delivery := self._undecided.get(name)) is not None:
             await self._store(delivery, "acknowledged", None, step)
 
-    async def reject(self, own_id: str, reason: str) -> None:
+    async def reject(self, name: str, reason: str) -> None:
         """See `hermes_rl.rl.LiveRun`."""
-        if (delivery := self._undecided.get(own_id)) is not None:
+        if (delivery := self._undecided.get(name)) is not None:
             await self._store(delivery, "rejected", reason)
 
     def counts(self) -> dict[str, int]:

@@ -133,10 +133,10 @@ class MemberRows:
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def note(self, own_id: str, place: Place) -> None:
+    def note(self, name: str, place: Place) -> None:
         """Remember where a row is, and keep its file open."""
         with self._lock:
-            self._places[own_id] = place
+            self._places[name] = place
             if not self._uses[place.stem]:
                 writer, _, number = place.stem.rpartition("-")
                 path = self._run_dir.writer_path(writer) / f"done-{number}.jsonl"
@@ -150,17 +150,17 @@ class MemberRows:
         """Read some rows. Blocking."""
         found: dict[str, MemberRow] = {}
         published: dict[str, list[str]] = {}
-        for own_id in ids:
-            place = self._places[own_id]
+        for name in ids:
+            place = self._places[name]
             file = self._files.get(place.stem) if place.offset >= 0 else None
             if file is None:
-                published.setdefault(place.stem, []).append(own_id)
+                published.setdefault(place.stem, []).append(name)
             else:
                 line = _read_line(file, place.offset)
                 segments = msgspec.convert(line["segments"], list[Segment])
-                found[own_id] = MemberRow(line["row"], segments)
-        for stem, own_ids in published.items():
-            found |= self._read_part(stem, own_ids)
+                found[name] = MemberRow(line["row"], segments)
+        for stem, names in published.items():
+            found |= self._read_part(stem, names)
         return found
 
     def _read_part(self, stem: str, ids: list[str]) -> dict[str, MemberRow]:
@@ -187,8 +187,8 @@ class MemberRows:
     def drop(self, ids: Iterable[str | None]) -> None:
         """Forget rows; files without further rows are closed."""
         with self._lock:
-            for own_id in ids:
-                place = self._places.pop(own_id, None) if own_id is not None else None
+            for name in ids:
+                place = self._places.pop(name, None) if name is not None else None
                 if place is None or place.offset < 0:
                     continue
                 self._uses[place.stem] -= 1

@@ -6,7 +6,7 @@
             await group.ack(step=3)   # durable
 
 The rollouts are a run: `out` is a run directory with all of its promises. The batch runner, which
-stands above this package and is found by name, runs them in this process or on Ray.
+is above this package and is found by name, runs them in this process or on Ray.
 """
 
 from __future__ import annotations
@@ -359,9 +359,9 @@ def make_live_group(
     members = []
     for index, unit, trajectory, reward, valid, why, value in listed:
         found = rows.get(trajectory) if trajectory is not None else None
-        own, segments = found if found is not None else (None, [])
+        row_found, segments = found if found is not None else (None, [])
         members.append(
-            LiveMember(index, unit, trajectory, reward, valid, why, value, own, segments)
+            LiveMember(index, unit, trajectory, reward, valid, why, value, row_found, segments)
         )
     return LiveGroup(
         group_id=row["group_id"],

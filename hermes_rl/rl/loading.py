@@ -83,8 +83,8 @@ def load_environment(name: str) -> Loaded:
 
     Raises: UserError when there is none, or its code cannot be imported (with file and line).
     """
-    if name in _given:
-        return _given[name]
+    if name in _PROGRAM_CLASSES:
+        return _PROGRAM_CLASSES[name]
     where, _, wanted = name.partition(":")
     path = Path(where).expanduser()
     if where.endswith(".py") or (path / "__init__.py").is_file():
@@ -104,7 +104,7 @@ def load_environment(name: str) -> Loaded:
     )
 
 
-_given: dict[str, Loaded] = {}
+_PROGRAM_CLASSES: dict[str, Loaded] = {}
 """Classes of the program that runs (`__main__`), which must not run a second time to load them."""
 
 
@@ -123,7 +123,7 @@ def name_environment(cls: type[Environment[Any]]) -> str:
         return f"{cls.__module__}:{cls.__name__}"
     source = Path(file).resolve()
     name = f"{source}:{cls.__name__}"
-    _given[name] = Loaded(cls, name, _sources(source))
+    _PROGRAM_CLASSES[name] = Loaded(cls, name, _sources(source))
     return name
 
 

@@ -196,12 +196,12 @@ async def train_until(
     assert process.stdout
     seen: list[str] = []
     async for line in process.stdout:
-        word, _, name = line.decode().strip().partition(" ")
-        if word == "ack":
+        kind, _, name = line.decode().strip().partition(" ")
+        if kind == "ack":
             seen.append(name)
             if len(seen) == acks:
                 process.send_signal(signal.SIGKILL)
-        if word == "end":
+        if kind == "end":
             await process.wait()
             return seen, True
     await process.wait()

@@ -200,7 +200,7 @@ async def nothing_of_it_is_left(backend: SandboxBackend) -> None:
 
 
 async def descriptors_at_rest() -> int:
-    """How many this process has once the threads of the web server have closed theirs."""
+    """How many this process has after the threads of the web server have ended."""
     for thread in threading.enumerate():
         if "process_request" in thread.name:
             await asyncio.to_thread(thread.join, 30)
