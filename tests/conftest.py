@@ -37,6 +37,7 @@ GROUPS = {
         "bench/test_bench.py",
         "cli/test_notebook_kernel.py",
         "rl/test_streams.py",
+        "rl/test_live.py",
     ),
     # Sandboxes of one ordinary user share the limits of that user.
     "ordinary user": (

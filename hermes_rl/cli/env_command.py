@@ -165,6 +165,8 @@ def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
         place = env.get(other)
         if isinstance(place, dict) and not place.get("name"):
             raise UserError(f"env.{other} has no name. Give it with --{other} MODEL")
+    if env.get("mode") == "live":
+        raise UserError(f"{file}: made by hermes_rl.rl.rollouts. Continue it with the same program")
     if env.setdefault("mode", mode) != mode:
         raise UserError(
             f"{file}: made by `hermes-rl env {env['mode']}`. Resume it so, or choose another --out"

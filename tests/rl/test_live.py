@@ -1,6 +1,8 @@
 """`rollouts()`: complete groups as they end, acknowledged once, also after kills."""
 
 import asyncio
+import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -10,9 +12,23 @@ from typing import Any
 import pytest
 from runs import CLI, Lab, start_server
 
-from hermes_rl.rl import LiveGroup, Policy, RolloutsStopped, RolloutStream, Selection, rollouts
+from hermes_rl.rl import (
+    Curriculum,
+    LiveGroup,
+    Policy,
+    RolloutsStopped,
+    RolloutStream,
+    Selection,
+    rollouts,
+)
 from hermes_rl.store import load_run
-from hermes_rl.testing import FakeServer
+from hermes_rl.testing import (
+    ExactConfig,
+    ExactEngine,
+    FakeServer,
+    chat_of,
+    write_tiny_tokenizer,
+)
 
 SIZE = 4
 TALK = f"""
@@ -33,10 +49,9 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
-def open_stream(lab: Lab, server: FakeServer, **more: Any) -> RolloutStream:
-    policy = more.pop("policy", None) or Policy(
-        model="policy", base_url=server.base_url, tokens="off"
-    )
+def open_stream(lab: Lab, server: FakeServer | None, **more: Any) -> RolloutStream:
+    url = server.base_url if server is not None else None
+    policy = more.pop("policy", None) or Policy(model="policy", base_url=url, tokens="off")
     run = {"allow_unsandboxed": True, "budget_tokens": more.pop("budget_tokens", None)}
     config = {"sandbox": {"backend": "none"}, "run": run}
     more = {"group_size": SIZE, "concurrency": 16, **more}
@@ -228,5 +243,106 @@ async def test_each_group_is_acknowledged_exactly_once_over_kills(lab: Lab) -> N
     assert set(acknowledged.values()) == {1}
     assert set(seen) <= set(acknowledged)
     assert len(acknowledged) == 24
+    assert set(Counter(row["unit_id"] for row in lab.rows()).values()) == {1}
+    await check(lab)
+
+
+async def test_segments_have_the_engines_tokens_also_when_delivered_again(lab: Lab) -> None:
+    lab.write(TALK)
+    tokenizer = write_tiny_tokenizer(lab.path / "tokenizer")
+    engine = ExactEngine(ExactConfig(tokenizer=tokenizer, version="7"), chat=chat_of(tokenizer))
+    async with engine:
+        policy = Policy(
+            model="toy", base_url=engine.base_url, tokens="vllm", tokenizer=tokenizer, version=7
+        )
+        held: list[LiveGroup] = []
+        for again in (False, True):
+            async with open_stream(lab, server=None, policy=policy, limit=3) as stream:
+                groups = [group async for group in stream]
+            assert [group.again for group in groups] == [again] * 3
+            held += groups
+    first, second = held[:3], held[3:]
+    for before, now in zip(first, second, strict=True):
+        assert before.group_id == now.group_id
+        assert before.versions == now.versions == (7, 7)
+        for one, other in zip(before.members, now.members, strict=True):
+            assert one.segments
+            assert one.segments == other.segments
+            assert all(s.trajectory_id == one.trajectory_id for s in one.segments)
+            assert any(s.trainable and any(s.loss_mask) for s in one.segments)
+
+
+SCORED = """
+async def score_group(self, task, members, ctx):
+    if task.metadata["n"] == 1:
+        raise ValueError("broken")
+    return [m.member / 10 for m in members]
+"""
+
+
+async def test_an_environment_scores_whole_groups_before_they_are_delivered(lab: Lab) -> None:
+    lab.write(TALK + SCORED)
+    async with (
+        start_server(policy=lambda request: "Well.") as server,
+        open_stream(lab, server, limit=3) as stream,
+    ):
+        taken = {group.task_id: group async for group in stream}
+        counts = stream.counts()
+    assert set(taken) == {"n0", "n2"}
+    assert [m.reward for m in taken["n2"].members] == [0.0, 0.1, 0.2, 0.3]
+    assert counts["unscored"] == 1
+    groups = load_run(lab.out).groups.set_index("task_id")
+    assert "broken" in groups.loc["n1", "error"]
+    await check(lab)
+
+
+LEVELS = """
+async def compute_reward(self, task, trajectory, ctx):
+    level = task.metadata["level"]
+    return {"0": 1.0, "1": float(ctx.member % 2), "2": 0.0}[level]
+"""
+
+
+async def test_a_curriculum_prefers_levels_that_are_solved_half_of_the_time(lab: Lab) -> None:
+    lab.write(TALK + LEVELS)
+    selection = Selection(curriculum=Curriculum(key="level", target=0.5, window=6))
+    async with (
+        start_server(policy=lambda request: "Well.") as server,
+        open_stream(
+            lab, server, selection=selection, limit=60, concurrency=SIZE, ahead=1
+        ) as stream,
+    ):
+        taken = [group async for group in stream]
+    levels = [int(group.task_id[1:]) % 3 for group in taken[6:18]]
+    assert levels.count(1) >= 8
+    stored = load_run(lab.out).deliveries
+    skipped = stored[stored["event"] == "skipped"]
+    assert len(skipped) > 0
+    assert skipped["reason"].str.startswith("curriculum: ").all()
+    assert not set(skipped["task_id"]) & {group.task_id for group in taken}
+    assert len(skipped) + len(taken) == 60
+
+
+@pytest.mark.slow
+async def test_groups_come_from_ray_workers_of_which_one_is_killed(
+    lab: Lab, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write(TALK)
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    async with (
+        start_server(policy=lambda request: "Well.") as server,
+        open_stream(lab, server, limit=20, workers=2) as stream,
+    ):
+        taken = await take(stream, 3, ack=1)
+        alive = sorted((lab.out / "journal").glob("*/alive"))
+        pids = [json.loads(path.read_bytes())["pid"] for path in alive]
+        os.kill(next(pid for pid in pids if pid != os.getpid()), signal.SIGKILL)
+        async for group in stream:
+            taken.append(group)
+            await group.ack(step=2)
+    assert len({group.group_id for group in taken}) == len(taken) == 20
+    for group in taken:
+        assert all(member.valid and member.trajectory for member in group.members)
     assert set(Counter(row["unit_id"] for row in lab.rows()).values()) == {1}
     await check(lab)
