@@ -24,7 +24,11 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 TESTS = Path(__file__).parent.name
-GROUPS = {
+ENGINES = "sandboxes/test_containers.py"
+"""Its tests with podman and those with docker share nothing: each engine is a group."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "podman": (),
+    "docker": (ENGINES,),
     # Two Rays that start at once are too slow for Ray's own limits, and one serves many tests.
     "ray": (
         "batch/test_usage.py",
@@ -54,7 +58,15 @@ GROUPS = {
         "house/test_typed.py",
     ),
 }
-"""Group -> its files. The longest group first: it is begun first."""
+"""Group -> its files."""
+LONG = (
+    *("podman", "docker", "ray", "ordinary user"),
+    *("sandboxes/test_modal.py", "environments/test_terminal_tasks.py", "sandboxes/test_ssh.py"),
+    *("store/test_crash_points.py", "sandboxes/test_apptainer.py", "agent/test_finalisation.py"),
+    *("local_model/test_server.py", "images/test_run_builds.py", "images/test_published_forms.py"),
+)
+"""Groups and files of more than 20 seconds, the longest first. They start first, so that no process
+has a long one left when the others have finished."""
 GROUP_OF = {f"{TESTS}/{file}": group for group, files in GROUPS.items() for file in files}
 
 
@@ -87,13 +99,15 @@ def cluster() -> Iterator[dict[str, str]]:
 
 def group_of(nodeid: str) -> str:
     """What a test runs together with: the group of its file, or the file."""
-    file = nodeid.partition("::")[0]
+    file, _, test = nodeid.partition("::")
+    if file == f"{TESTS}/{ENGINES}" and "podman" in test:
+        return "podman"
     return GROUP_OF.get(file, file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {group: place for place, group in enumerate(GROUPS)}
-    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(places)))
+    places = {name: n for n, long in enumerate(LONG) for name in (long, f"{TESTS}/{long}")}
+    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(LONG)))
 
 
 @pytest.hookimpl(optionalhook=True)

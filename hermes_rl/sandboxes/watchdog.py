@@ -21,6 +21,7 @@ import sys
 import time
 
 PATIENCE_S = 20.0
+REMOVALS, REMOVAL_PAUSE_S = 5, 0.5
 SHALLOW = 2
 """Levels of folders below a sandbox's folder that are removed by name."""
 CONTAINERS = "containers"
@@ -142,8 +143,10 @@ def remove_shallow(path: str | os.PathLike[str], depth: int = SHALLOW) -> bool:
     return True
 
 
-def remove_container(engine: str, path: str) -> bool:
-    """Remove a container or an image of docker or podman. Returns whether there is none.
+def remove_container(engine: str, path: str) -> bool | None:
+    """Remove a container or an image of docker or podman.
+
+    Returns whether there is none; None if the engine did not answer.
 
     Args:
         engine: the path of its socket.
@@ -157,18 +160,31 @@ def remove_container(engine: str, path: str) -> bool:
         connection.sendall(head.encode())
         while data := connection.recv(4096):
             answer += data
+    if not answer:
+        return None
     return answer.split(b" ")[1:2] in ([b"200"], [b"204"], [b"404"])
 
 
 def remove_containers(folder: str) -> bool:
     """Remove the containers and images of a lease, each of which was written down before it was
-    made. Returns whether all are gone."""
+    made. Returns whether all are gone.
+
+    An engine may refuse for a moment, while a container is ending: it is asked again.
+    """
     try:
         with open(os.path.join(folder, CONTAINERS), encoding="utf-8") as file:
             engine, *paths = file.read().splitlines()
     except (OSError, ValueError):
         return True
-    return all([remove_container(engine, path) for path in paths])
+    for _ in range(REMOVALS):
+        results = {path: remove_container(engine, path) for path in paths}
+        paths = [path for path, gone in results.items() if not gone]
+        if not paths:
+            return True
+        if None in results.values():
+            return False
+        time.sleep(REMOVAL_PAUSE_S)
+    return False
 
 
 def remove_empty(path: str) -> None:

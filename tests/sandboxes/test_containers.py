@@ -55,6 +55,10 @@ pytestmark = [
 ]
 
 
+ONE_ENGINE = pytest.mark.parametrize("running", ["docker"], indirect=True)
+"""For what happens in the container or in code of ours that both engines share."""
+
+
 @pytest.fixture(scope="module", params=PROGRAMS)
 def running(request: pytest.FixtureRequest) -> Iterator[Engine]:
     folder = Path("/tmp") / f"hermes-{request.param}-{os.getpid()}-{os.urandom(3).hex()}"
@@ -112,7 +116,7 @@ OTHERWISE = [
 """What is done otherwise for such a user."""
 
 
-@pytest.mark.parametrize("running", ["docker"], indirect=True)
+@ONE_ENGINE
 @pytest.mark.parametrize("check", OTHERWISE, ids=lambda check: check.__name__)
 def test_the_suite_as_an_ordinary_user_of_a_rootful_engine(
     running: Engine, as_ordinary_user: Callable[..., None], check: Check
@@ -210,6 +214,7 @@ async def test_files_of_holes_are_counted_before_grading_copies_them(backend: Wi
             assert "bytes written" in verdict.output
 
 
+@ONE_ENGINE
 async def test_an_agent_that_forges_the_channel_harms_only_itself(backend: WithImage) -> None:
     async with await backend.lease(SandboxSpec(lease="forger")) as sandbox:
         forge = "IFS=' ' read -ra me </proc/$BASHPID/stat; echo nonsense >/proc/${me[3]}/fd/4"
@@ -278,6 +283,7 @@ SCORED = GradingSpec("cd /workspace; [[ -e answer ]] && n=1 || n=0; echo reward=
         f"mkdir -p /opt; {WRITE_CACHE} libmine.so.1 /opt/libmine.so.1",
     ],
 )
+@ONE_ENGINE
 async def test_libraries_that_an_agent_installs_cost_no_reward(
     backend: WithImage, installed: str
 ) -> None:
@@ -287,6 +293,7 @@ async def test_libraries_that_an_agent_installs_cost_no_reward(
         assert verdict.report == b"reward=1\n", verdict.output
 
 
+@ONE_ENGINE
 async def test_no_library_of_the_agent_is_loaded_to_look_up_users(backend: WithImage) -> None:
     """glibc loads what /etc/nsswitch.conf names; a verifier's shell asks it for nothing."""
     script = "[[ $(</proc/self/maps) = *nss_agents* ]] && n=1 || n=0; echo reward=$n >&3"
@@ -302,6 +309,7 @@ async def test_no_library_of_the_agent_is_loaded_to_look_up_users(backend: WithI
         assert verdict.report == b"reward=0\n"
 
 
+@ONE_ENGINE
 async def test_an_agent_that_prevents_its_grading_earns_nothing(backend: WithImage) -> None:
     """It is not taken for a fault of the machine, nor of the task."""
     async with await backend.lease(SandboxSpec(lease="breaker")) as sandbox:
@@ -311,6 +319,7 @@ async def test_an_agent_that_prevents_its_grading_earns_nothing(backend: WithIma
         assert "no grading sandbox starts over what the agent left" in verdict.output
 
 
+@ONE_ENGINE
 async def test_a_workspace_that_leads_to_the_verifiers_files_is_none(backend: WithImage) -> None:
     spec = replace(SCORED, files={"answer": b"42"}, image=IMAGE)
     async with await backend.lease(SandboxSpec(lease="leads")) as sandbox:
@@ -328,6 +337,7 @@ sleep 0.2
 """
 
 
+@ONE_ENGINE
 async def test_no_program_of_the_agent_writes_the_report(backend: WithImage) -> None:
     """It finds no way into the verifier's descriptors, and cannot read its variables."""
     script = "export SECRET_OF_VERIFIER=1; env -i timeout 5 /bin/bash /workspace/evil 3>&-"
@@ -340,6 +350,7 @@ async def test_no_program_of_the_agent_writes_the_report(backend: WithImage) -> 
             assert re.findall(r"^/proc/\d+/environ$", verdict.output, re.MULTILINE) == []
 
 
+@ONE_ENGINE
 async def test_a_paused_container_is_a_fault_of_the_machine(
     backend: WithImage, running: Engine
 ) -> None:
@@ -561,6 +572,7 @@ def test_task_folders_are_built_and_played(
     assert containers(running) == []
 
 
+@ONE_ENGINE
 def test_no_cheat_of_the_corpus_earns_a_reward(
     running: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

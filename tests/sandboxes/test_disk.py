@@ -167,10 +167,10 @@ def test_a_mkfs_that_hangs_is_as_none(state: Path) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
-from hermes_rl.sandboxes import slots
+from hermes_rl.sandboxes import disks
 from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.bubblewrap import Bubblewrap
-slots.FORMAT_S = 0.1
+disks.FORMAT_S = 0.1
 async def main():
     backend = Bubblewrap(state_dir=Path({str(state)!r}))
     async with await backend.lease(SandboxSpec(lease="hangs")) as sandbox:
