@@ -25,7 +25,7 @@ from batch_runner.progress import Sink
 from batch_runner.report import Stop
 from batch_runner.settings import Settings
 from hermes_rl.errors import HermesError, cause_of
-from hermes_rl.identity import group_id, trajectory_id
+from hermes_rl.identity import group_id, trajectory_id, unit_id
 from hermes_rl.models.rate import Coordinator, Share
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.rl import (
@@ -78,6 +78,8 @@ class OpenGroup:
     """Members after which it may end; 0 for none."""
     passed: int = 0
     """How often the curriculum preferred another task."""
+    extra: int = 0
+    """Members beyond its size, in place of members that failed."""
     members: dict[int, Member] = field(default_factory=dict)
     """Members that ended, by index."""
 
@@ -130,6 +132,10 @@ class GroupPlan(Plan):
         """See `Plan`; the stream is read in order, so nothing is kept."""
         return self.groups._repeats
 
+    def extra_item(self, unit: Unit) -> WorkItem | None:
+        """Return the work item of a further member; None if that has ended."""
+        return super()._item(unit)
+
     def _item(self, unit: Unit) -> WorkItem | None:
         item = super()._item(unit)
         size = 1 if unit.row.task is None else unit.row.repeats or self.groups._repeats
@@ -154,7 +160,7 @@ class GroupSource(RunSource):
         """Whether there is an attempt to make."""
         while not self._live.planned and not self._plan.counts.complete and self.stop is None:
             await self._read()
-        return bool(self._live.planned)
+        return bool(self._live.planned or self._live.starting)
 
     async def next(self) -> WorkItem | None:
         """See `RunSource`."""
@@ -309,7 +315,7 @@ class LiveGroups:
             group.members[unit.repeat] = self._known.pop(unit.unit_id, known)
         if group.seen == group.size and not group.waiting:
             del self.planned[name]
-            self._close(group)
+            self._refill_or_close(group)
 
     def wants_tasks(self) -> bool:
         """Whether further tasks of the stream are needed."""
@@ -380,10 +386,30 @@ class LiveGroups:
         )
         if ok and receipt.stem is not None:
             self._rows.note(name, Place(stem=receipt.stem, offset=receipt.offset))
-        if len(group.members) == group.size:
-            self._close(group)
+        if len(group.members) == group.size + group.extra:
+            self._refill_or_close(group)
         elif group.early and group.waiting and len(group.members) == group.early:
             self._continue_or_end(group)
+
+    def _refill_or_close(self, group: OpenGroup) -> None:
+        """Start members in place of those that failed, or close the group."""
+        invalid = {m.why_invalid for m in group.members.values() if m.reward is None} - {"task"}
+        missing = group.size - sum(m.reward is not None for m in group.members.values())
+        while invalid and missing and group.extra < self.options.selection.refill:
+            repeat, row = group.size + group.extra, group.item.row
+            group.extra += 1
+            unit = unit_id(self._plan.groups.config_hash, row.task_hash, 0, repeat)
+            item = self._plan.extra_item(Unit(unit, row, 0, repeat))
+            if item is None:
+                lost = Member(repeat, unit, None, None, "driver_lost")
+                group.members[repeat] = self._known.pop(unit, lost)
+                missing -= group.members[repeat].reward is not None
+            else:
+                self.starting.append(item)
+                missing -= 1
+        if len(group.members) == group.size + group.extra:
+            self._close(group)
+        self.source.wake()
 
     def _continue_or_end(self, group: OpenGroup) -> None:
         """Start the other members, unless the first ones show that the group is refused."""

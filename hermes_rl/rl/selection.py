@@ -54,6 +54,8 @@ class Selection:
 
     min_valid: int = 2
     """Valid members that a group needs: with fewer than two there are no advantages."""
+    refill: int = 0
+    """Further members that a group may have in place of members that infrastructure failed."""
     drop_equal: bool = False
     """Refuse groups whose valid rewards are all equal: their advantages are all 0."""
     solve_rate: tuple[float, float] | None = None

@@ -4,7 +4,9 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from hermes_rl.store import load_run
 from hermes_rl.testing import (
     ExactConfig,
     ExactEngine,
+    FakeConfig,
     FakeServer,
     chat_of,
     write_tiny_tokenizer,
@@ -294,6 +297,54 @@ async def test_an_environment_scores_whole_groups_before_they_are_delivered(lab:
     groups = load_run(lab.out).groups.set_index("task_id")
     assert "broken" in groups.loc["n1", "error"]
     await check(lab)
+
+
+UNJUDGED = """
+async def compute_reward(self, task, trajectory, ctx):
+    if ctx.member in (1, 4) and task.metadata["n"] == 0:
+        raise CannotJudge("this one")
+    return float(ctx.member % 2)
+"""
+
+
+async def test_members_that_failed_are_replaced_also_after_a_restart(lab: Lab) -> None:
+    lab.write(TALK + UNJUDGED)
+    selection = Selection(refill=2)
+    async with start_server(policy=lambda request: "Well.") as server:
+        for again in (False, True):
+            stream = open_stream(lab, server, selection=selection, limit=2)
+            async with stream:
+                groups = {group.task_id: group async for group in stream}
+            assert {group.again for group in groups.values()} == {again}
+            first = groups["n0"].members
+            assert [m.index for m in first] == [0, 1, 2, 3, 4, 5]
+            assert [m.why_invalid for m in first] == [
+                None,
+                "verifier",
+                None,
+                None,
+                "verifier",
+                None,
+            ]
+            assert [m.reward for m in first if m.valid] == [0.0, 0.0, 1.0, 1.0]
+            assert [m.index for m in groups["n1"].members] == [0, 1, 2, 3]
+
+
+async def test_a_group_arrives_soon_after_its_last_member(lab: Lab) -> None:
+    lab.write(TALK)
+    waits = []
+    plays = {"policy": lambda request: "Well."}
+    async with (
+        FakeServer(FakeConfig(latency_s=0.1, plays=plays)) as server,
+        open_stream(lab, server, concurrency=8) as stream,
+    ):
+        for _ in range(20):
+            group = await anext(stream)
+            now = time.time()
+            ends = [m.trajectory["finished_at"] / 1e6 for m in group.members if m.trajectory]
+            waits.append(now - max(ends))
+            await group.ack()
+    assert statistics.median(waits) < 0.2
 
 
 LEVELS = """
