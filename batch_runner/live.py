@@ -493,6 +493,7 @@ class LiveGroups:
             await self._writer.add(None, pending)
             return row
         await self._writer.add(Derived(groups=(row,)), pending)
+        self._rows.drop(row.trajectory_ids)
         self._counts["unscored"] += 1
         if scoring.stop is not None:
             self.source.halt(Stop(cause_of(scoring.stop), scoring.error))
@@ -580,7 +581,11 @@ class LiveGroups:
             delivery, event=event, reason=reason, step=step, created_at=now
         )
         self._undecided.pop(delivery.group_id, None)
-        await self._writer.add(Derived(deliveries=(made,)))
+        try:
+            await self._writer.add(Derived(deliveries=(made,)))
+        except BaseException:
+            self._undecided[delivery.group_id] = delivery
+            raise
         self._counts[event] += 1
 
     def _delivery_of_open(self, group: OpenGroup) -> Delivery:

@@ -78,17 +78,23 @@ def load_state(driver: Driver, resume_step: int | None) -> State:
     groups = run.arrow("groups", [*_ROW_COLUMNS, "error"])
     groups = groups.filter(pc.is_null(groups["error"]))
     ended = set(groups["group_id"].to_pylist())
-    state.closed = {bytes.fromhex(name) for name in ended | decided}
     undecided = pa.array(sorted(ended - decided), pa.string())
-    for row in groups.filter(pc.is_in(groups["group_id"], undecided)).to_pylist():
-        state.pending.append(row)
+    newest_rows = groups.filter(pc.is_in(groups["group_id"], undecided)).to_pylist()
+    pending = {row["group_id"]: row for row in newest_rows}
+    wanted = {one for row in pending.values() for one in row["trajectory_ids"] if one is not None}
+    state.places = _find_places(driver.run_dir, wanted)
+    for name, row in pending.items():
+        if all(one is None or one in state.places for one in row["trajectory_ids"]):
+            state.pending.append(row)
+        else:  # the rows were lost, and their units are open again
+            ended.remove(name)
+    state.closed = {bytes.fromhex(name) for name in ended | decided}
     seen = [run.arrow(t, ["group_id"])["group_id"] for t in ("trajectories", "failures")]
     partial = {one for column in seen for one in pc.unique(column).to_pylist()} - ended - decided
     for gathered in gather(run, only=pa.array(sorted(partial), pa.string())) if partial else ():
         state.known |= {member.unit_id: member for member in gathered.members}
-    wanted = {one for row in state.pending for one in row["trajectory_ids"] if one is not None}
-    wanted |= {m.trajectory_id for m in state.known.values() if m.trajectory_id is not None}
-    state.places = _find_places(driver.run_dir, wanted)
+    wanted = {m.trajectory_id for m in state.known.values() if m.trajectory_id is not None}
+    state.places |= _find_places(driver.run_dir, wanted)
     return state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,15 @@ from batch_runner.runner import arun_batch
 from hermes_rl.config import RunConfig
 from hermes_rl.rl import LiveOptions
 
+_log = logging.getLogger(__name__)
+
+
+class _Logged(Silent):
+    """Shows nothing, since the terminal is the trainer's; notes go to the log."""
+
+    def note(self, text: str) -> None:
+        _log.info("%s", text)
+
 
 @asynccontextmanager
 async def open_live(config: RunConfig, options: LiveOptions) -> AsyncIterator[LiveGroups]:
@@ -20,7 +30,7 @@ async def open_live(config: RunConfig, options: LiveOptions) -> AsyncIterator[Li
     Raises: UserError and StoreError, as `arun_batch`.
     """
     live = LiveGroups(options)
-    work = asyncio.create_task(arun_batch(config, progress=Silent(), live=live))
+    work = asyncio.create_task(arun_batch(config, progress=_Logged(), live=live))
     waiting = asyncio.create_task(live.ready.wait())
     try:
         await asyncio.wait((work, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -299,6 +299,19 @@ async def test_an_environment_scores_whole_groups_before_they_are_delivered(lab:
     await check(lab)
 
 
+async def test_a_group_whose_rows_were_lost_is_rolled_out_again(lab: Lab) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        async with open_stream(lab, server, limit=3) as stream:
+            held = await take(stream, 3)
+        for part in (lab.out / "trajectories").glob("*.parquet"):
+            part.unlink()
+        async with open_stream(lab, server, limit=3) as stream:
+            groups = await take(stream, 3, ack=1)
+    assert {group.group_id for group in groups} == {group.group_id for group in held}
+    assert all(m.valid and m.trajectory for group in groups for m in group.members)
+
+
 UNJUDGED = """
 async def compute_reward(self, task, trajectory, ctx):
     if ctx.member in (1, 4) and task.metadata["n"] == 0:
