@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 from hermes_rl.aio import LoopThread
 from hermes_rl.config import RunConfig, parse_config
@@ -338,11 +338,14 @@ def rollouts(
     for name, more in (config or {}).items():
         merged = isinstance(more, Mapping) and isinstance(data.get(name), dict)
         data[name] = {**data[name], **more} if merged else more
+    parsed = parse_config(data, "rollouts")
+    if advantage not in get_args(Advantage):
+        raise UserError(f"advantage: {advantage!r} is not one of {', '.join(get_args(Advantage))}")
     waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
     if waiting < 1:
         raise UserError("ahead must be at least 1")
     options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step)
-    return RolloutStream(parse_config(data, "rollouts"), options)
+    return RolloutStream(parsed, options)
 
 
 def make_live_group(

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -410,3 +411,48 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
         assert all(member.valid and member.trajectory for member in group.members)
     assert set(Counter(row["unit_id"] for row in lab.rows()).values()) == {1}
     await check(lab)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 0}, "'dataset.repeats' must be 1 or more"),
+        ({"advantage": "x"}, "is not one of grpo, rloo, dr_grpo"),
+        ({"ahead": 0}, "ahead must be at least 1"),
+        ({"config": {"runn": 1}}, "unknown key 'runn'"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(arguments: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rollouts("any", Policy(model="noop"), out="never", **arguments)
+
+
+PROGRAM = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+    toolsets: tuple[str, ...] | None = ()
+
+class Numbers(Environment[Config]):
+    name, Config = "numbers", Config
+
+    def tasks(self, split, seed):
+        return [make_task("One.", id="one")]
+
+    async def compute_reward(self, task, trajectory, ctx):
+        return float(ctx.member)
+
+if __name__ == "__main__":
+    config = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
+    policy = Policy(model="noop")
+    with rollouts(Numbers, policy, out=sys.argv[1], group_size=2, config=config).sync() as stream:
+        for group in stream:
+            print([member.reward for member in group.members])
+"""
+
+
+def test_a_program_may_define_its_environment_itself(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(f"import sys\nfrom hermes_rl.rl import *\nprint('loaded')\n{PROGRAM}")
+    command = [sys.executable, program, tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["loaded", "[0.0, 1.0]"]
