@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from runs import CLI, Lab, start_server
 
+from hermes_rl.errors import UserError
 from hermes_rl.rl import (
     Curriculum,
     LiveGroup,
