@@ -320,13 +320,7 @@ def rollouts(
 
     Raises: UserError; StoreError for a run of another configuration.
     """
-    section: dict[str, Any] = {"split": split, "seed": seed, "mode": "live"}
-    if isinstance(env, str):
-        section["name"] = env
-    else:
-        section["name"] = name_environment(env if isinstance(env, type) else type(env))
-        if isinstance(env, Environment) and isinstance(env.config, EnvConfig):
-            section["config"] = env.config.model_dump(mode="json", exclude_unset=True)
+    section = {**_env_section(env), "split": split, "seed": seed, "mode": "live"}
     data: dict[str, Any] = {
         "dataset": {"limit": limit, "repeats": group_size},
         "model": {"name": policy.model},
@@ -335,10 +329,7 @@ def rollouts(
         "run": {"out": str(out), "workers": workers, "concurrency": concurrency},
         "env": section,
     }
-    for name, more in (config or {}).items():
-        merged = isinstance(more, Mapping) and isinstance(data.get(name), dict)
-        data[name] = {**data[name], **more} if merged else more
-    parsed = parse_config(data, "rollouts")
+    parsed = parse_config(_merge(data, config or {}), "rollouts")
     if advantage not in get_args(Advantage):
         raise UserError(f"advantage: {advantage!r} is not one of {', '.join(get_args(Advantage))}")
     waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
@@ -346,6 +337,27 @@ def rollouts(
         raise UserError("ahead must be at least 1")
     options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step)
     return RolloutStream(parsed, options)
+
+
+def _env_section(env: str | type[Environment[Any]] | Environment[Any]) -> dict[str, Any]:
+    """Return the name and the configuration of an environment."""
+    if isinstance(env, str):
+        return {"name": env}
+    section: dict[str, Any] = {
+        "name": name_environment(env if isinstance(env, type) else type(env))
+    }
+    if isinstance(env, Environment) and isinstance(env.config, EnvConfig):
+        section["config"] = env.config.model_dump(mode="json", exclude_unset=True)
+    return section
+
+
+def _merge(data: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with further keys in its sections."""
+    merged = dict(data)
+    for name, section in more.items():
+        both = isinstance(section, Mapping) and isinstance(data.get(name), dict)
+        merged[name] = {**data[name], **section} if both else section
+    return merged
 
 
 def make_live_group(
