@@ -206,7 +206,7 @@ async def test_an_interrupt_ends_the_wait_for_a_decision(rig: Any) -> None:
         await rig.play(
             {"run": REMOVE}, "done", control=control, approval=Approval("ask", wait_for_ever)
         )
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
 
 
 def test_without_a_sandbox_nobody_to_ask_denies_and_a_callback_decides(make: Make) -> None:

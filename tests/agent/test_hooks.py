@@ -250,7 +250,7 @@ def test_hooks_that_hang_miss_their_deadline_once(make: Make, tmp_path: Path) ->
     with make(hooks=hooks) as agent:
         result = agent.run_conversation(say({"run": "echo 1"}, {"run": "echo 2"}, "ok"))
         agent.save_trajectory(tmp_path / "run")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert result["final_response"] == "ok"
     (metrics,) = load_run(tmp_path / "run").trajectories["metrics"]
     assert dict(metrics) == {"hook_timeouts": 3.0, "hook_skips": 4.0}
@@ -277,7 +277,7 @@ def test_an_interrupt_ends_a_hook_that_hangs(make: Make) -> None:
             start = time.monotonic()
             result = agent.run_conversation(say({"run": "true"}, "ok"))
             thread.join()
-            assert (result["end_reason"], time.monotonic() - start < 5) == ("interrupted", True)
+            assert (result["end_reason"], time.monotonic() - start < 30) == ("interrupted", True)
             assert result["messages"][1]["role"] == "user", name
     ended.set()
 

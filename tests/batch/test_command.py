@@ -92,7 +92,7 @@ def test_help_imports_no_heavy_packages() -> None:
     code = (
         "import sys, time\nfrom hermes_rl.cli import main\nmain(sys.argv[1:])\n"
         "heavy = {'ray', 'pyarrow', 'pandas', 'pydantic', 'aiohttp'} & set(sys.modules)\n"
-        "assert not heavy, heavy\nassert time.process_time() < 0.6, time.process_time()"
+        "assert not heavy, heavy\nassert time.process_time() < 1.5, time.process_time()"
     )
     for arguments in (["--help"], ["run", "--help"]):
         command = [sys.executable, "-c", code, *arguments]

@@ -112,7 +112,7 @@ async def test_ctrl_c_while_ray_starts(tmp_path: Path, server: FakeServer) -> No
     os.killpg(run.pid, signal.SIGINT)
     began = time.monotonic()
     await run.wait_for_events("note", 2)
-    assert time.monotonic() - began < 4  # 0.5 s on an idle machine
+    assert time.monotonic() - began < 10  # 0.5 s on an idle machine
     assert await run.wait(30) == 130, run.errors
     assert [e["text"] for e in run.events if e["event"] == "note"][1:] == ["stopping"]
     assert "Traceback" not in run.errors

