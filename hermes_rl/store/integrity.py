@@ -34,7 +34,7 @@ from hermes_rl.store.recovery import (
     foreign_parts,
     quarantined,
 )
-from hermes_rl.store.rundir import FOLDERS, GRACE_S, RunDir, order_of, part_name
+from hermes_rl.store.rundir import FOLDERS, GRACE_S, TABLES, RunDir, order_of, part_name
 from hermes_rl.store.schema import schema_of, storage_schema
 from hermes_rl.store.summary import Summary
 
@@ -48,8 +48,10 @@ _JOURNAL = ("done", "live", "asked", "dispatch")
 def file_faults(run_dir: RunDir) -> Iterator[Fault]:
     """Yield every damaged or missing file, and the fault."""
     for folder in FOLDERS:
-        if not (run_dir.path / folder).is_dir():
-            yield run_dir.path / folder, "is missing, or not a folder"
+        path = run_dir.path / folder
+        # A run of an older version lacks tables that came later; commits name what must be there.
+        if not path.is_dir() and (folder not in TABLES or path.exists()):
+            yield path, "is missing, or not a folder"
     yield from _epoch_faults(run_dir)
     for stem in run_dir.commit_stems():
         yield from _commit_faults(run_dir, stem)
