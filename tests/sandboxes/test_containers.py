@@ -147,9 +147,12 @@ async def sh(sandbox: Sandbox, command: str) -> str:
     return f"{result.output.strip()} [{result.exit_code}]"
 
 
-async def test_what_an_agent_may_not_do(backend: WithImage, tmp_path: Path) -> None:
+async def test_what_an_agent_may_not_do(
+    backend: WithImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = tmp_path / "key"
     secret.write_text("decoy")
+    monkeypatch.setenv("DECOY_SETTING", "decoy-of-the-environment")
     async with await backend.lease(SandboxSpec(lease="escape")) as sandbox:
         status = await sh(sandbox, "cat /proc/self/status")
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
@@ -161,7 +164,7 @@ async def test_what_an_agent_may_not_do(backend: WithImage, tmp_path: Path) -> N
         assert (await sh(sandbox, "mount -t tmpfs x /mnt || true")) != " [0]"
         assert "sock" not in await sh(sandbox, "find / -xdev -type s")
         shown = await sh(sandbox, "env; cat /proc/*/environ")
-        assert os.environ["PATH"] not in shown
+        assert "decoy-of-the-environment" not in shown
         assert {name for name in os.environ if "TOKEN" in name or "KEY" in name} & set(
             shown.replace("=", " ").split()
         ) == set()
