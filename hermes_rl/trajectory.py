@@ -122,8 +122,15 @@ def fold_subagents(events: Iterable[ev.Event], row: Trajectory) -> tuple[Traject
 def _of_subagent(event: ev.Event, agent: str, owner: Mapping[str, str]) -> list[ev.Event]:
     """What an event of an attempt says of one of its sub-agents."""
     if isinstance(event, ev.Resumed):  # its calls are in the rows of the attempts that paid them
-        inner = [e for e in event.events if not isinstance(e, ev.CallStarted | ev.CallEnded)]
-        return [e for one in inner for e in _of_subagent(one, agent, owner)]
+        inner = [e for one in event.events for e in _of_subagent(one, agent, owner)]
+        calls = [e for e in inner if isinstance(e, ev.CallStarted)]
+        others: list[ev.Event] = [
+            e for e in inner if not isinstance(e, ev.CallStarted | ev.CallEnded)
+        ]
+        turn = max((e.turn for e in calls), default=0)
+        return (
+            [*others, msgspec.structs.replace(event, turn=turn, events=calls)] if calls else others
+        )
     if isinstance(event, ev.SubagentEvent):
         return [event.inner] if event.agent == agent else []
     if isinstance(event, ev.CallStarted | ev.AnswerDiscarded):

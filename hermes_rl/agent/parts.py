@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -64,12 +64,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of the earlier messages that it holds, in its order."""
     context_replaced: tuple[int, ...] = ()
     """Indices of digests and summaries."""
+    context_sizes: dict[str, int | None] = {}
+    """What is known of its size, and of the model's window: fields of `ContextState`."""
 
 
 _ELSEWHERE = (
-    "context", "context_start", "context_kept", "context_replaced", "counts", "seconds",
-    "tool_state",
+    "context", "context_start", "context_kept", "context_replaced", "context_sizes", "counts",
+    "seconds", "tool_state",
 )  # fmt: skip
+_SIZES = ("window", "threshold", "tokens", "measured", "failed_summaries", "failed_tokens")
 _PROGRESS = tuple(name for name in Progress.__struct_fields__ if name not in _ELSEWHERE)
 """Fields that `RunState` has under the same name."""
 
@@ -411,6 +414,7 @@ class RunState:
             context_start=len(self.context.past),
             context_kept=self.context.kept,
             context_replaced=tuple(sorted(self.context.replaced)),
+            context_sizes={name: getattr(self.context, name) for name in _SIZES},
             counts=dict(self.counts),
             seconds=seconds,
             tool_state=self.parts.tool_state,
@@ -434,6 +438,7 @@ class RunState:
             kept=kept,
             past=[*messages[:start]],
             replaced=frozenset(progress.context_replaced),
+            **cast("dict[str, Any]", progress.context_sizes),
         )
         self.conversation.extend(messages[index] for index in kept)
         self.conversation.extend(messages[start:])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -331,25 +332,31 @@ def _fitted(view: ContextView, entries: Sequence[int | Replacement]) -> list[int
     space = FULL_SHARE * view.threshold - _tokens(view, fitted)
     if space >= 0:
         return fitted
-    long = [
-        (view.tokens([m]), n)
-        for n, m in enumerate(messages_of(view, fitted))
+    messages = messages_of(view, fitted)
+    sizes = [
+        view.tokens([m])
+        for m in messages
         if isinstance(m, ToolMessage) or (isinstance(m, AssistantMessage) and m.tool_calls)
     ]
-    for place, (tokens, n) in enumerate(sorted(long, reverse=True)):
-        if space >= 0:
-            break
-        # What is missing is shared with the next largest ones.
-        share = max(0, tokens + int(space) // max(1, min(4, len(long) - place)))
-        chars = max(LEAST_CHARS, int(share * BYTES_PER_TOKEN / view.scale))
-        entry = fitted[n]
-        message = view.messages[entry] if isinstance(entry, int) else entry.message
+    chars = max(LEAST_CHARS, int(_cap(sizes, -space) * BYTES_PER_TOKEN / view.scale))
+    for place, (entry, message) in enumerate(zip(entries, messages, strict=True)):
         short = _shortened(message, chars)
         if short is not message:
             origin = entry if isinstance(entry, int) else entry.instead_of
-            fitted[n] = Replacement(short, origin)
-            space += tokens - view.tokens([short])
+            fitted[place] = Replacement(short, origin)
     return fitted
+
+
+def _cap(sizes: Sequence[int], excess: float) -> float:
+    """The size to which the largest are to be cut, so that all together lose the excess."""
+    total, cap = 0, 0.0
+    ordered = [*sorted(sizes, reverse=True), 0]
+    for number, (size, following) in enumerate(pairwise(ordered), 1):
+        total += size
+        cap = (total - excess) / number
+        if cap >= following:
+            break
+    return cap
 
 
 def _shortened(message: Message, chars: int) -> Message:

@@ -261,6 +261,13 @@ async def test_old_results_become_digests_before_a_model_is_called() -> None:
     long.check()
 
 
+async def test_results_larger_than_the_window_are_shortened_at_once() -> None:
+    long = Long(steps(6), size=60_000)
+    result = await long.run(ContextParts(window=WINDOW))
+    assert (result.end_reason, len(long.contexts)) == ("answered", 6)  # one for each result
+    long.check()
+
+
 async def test_a_summary_keeps_task_request_and_todo_list() -> None:
     history = [
         UserMessage(content="The task."),
@@ -510,6 +517,7 @@ async def test_a_run_resumes_in_its_compressed_context() -> None:
     assert (result.end_reason, result.turns) == ("answered", 101)
     requests = [r.messages for r in first.sent if r.tools]
     assert second.sent[0].messages == requests[61]
+    assert second.reasons == first.reasons[2:]  # its size is known as before
     assert result.messages[: len(whole)] == whole
 
 

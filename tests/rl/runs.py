@@ -50,11 +50,11 @@ async def run_environment(
 
 
 async def start(
-    *arguments: str | Path, env: Mapping[str, str] | None = None
+    *arguments: str | Path, env: Mapping[str, str] | None = None, command: str = "env"
 ) -> asyncio.subprocess.Process:
-    """Start `hermes-rl env ARGUMENTS --json` as a process."""
+    """Start `hermes-rl COMMAND ARGUMENTS --json` as a process."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLI, "env", *map(str, arguments), "--json",
+        sys.executable, "-c", CLI, command, *map(str, arguments), "--json",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
         env={**os.environ, **(env or {})},
     )  # fmt: skip
