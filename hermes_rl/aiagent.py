@@ -72,7 +72,7 @@ from hermes_rl.messages import (
 )
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.ports import Recorder
-from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSnapshot, SandboxSpec
 from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
@@ -123,11 +123,11 @@ class _Places:
         place.sandbox = await self.lease()
         return place, time.monotonic() - start
 
-    async def lease(self, agent: str = "main") -> Sandbox:
+    async def lease(self, agent: str = "main", copy: SandboxSnapshot | None = None) -> Sandbox:
         """Start a sandbox for an agent. Raises: SandboxStartError; UserError."""
         if self._backend is None:
             self._backend = self._open()
-        return await self._backend.lease(self._spec())
+        return await self._backend.lease(replace(self._spec(), snapshot=copy))
 
     def _open(self) -> SandboxBackend:
         wanted = None if isinstance(self._wanted, SandboxSpec) else self._wanted

@@ -543,9 +543,10 @@ class _Attempt:
             made = self.context.caller(self.task, recorder, self.draw.model, self.stage.budget)
             return made if self.hooks is None else self.hooks.caller(made)
 
-        async def lease(agent: str) -> Sandbox:
-            spec, name = self._spec(), agent.replace(".", "-")
-            return await self.context.backend.lease(replace(spec, lease=f"{spec.lease}-{name}"))
+        async def lease(agent: str, copy: SandboxSnapshot) -> Sandbox:
+            spec = self._spec()
+            name = f"{spec.lease}-{agent.replace('.', '-')}"
+            return await self.context.backend.lease(replace(spec, lease=name, snapshot=copy))
 
         return Delegation(self.log, caller, lease)
 

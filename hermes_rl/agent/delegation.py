@@ -8,9 +8,13 @@ calls are recorded as calls of the attempt, under its name, so that they count o
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
@@ -35,13 +39,14 @@ from hermes_rl.errors import (
     SandboxDied,
     SandboxKilled,
     Stalled,
+    ToolError,
     cause_of,
     end_reason_of,
 )
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Completion, ModelRequest
 from hermes_rl.ports import Recorder
-from hermes_rl.sandboxes import Sandbox
+from hermes_rl.sandboxes import Sandbox, SandboxSnapshot
 from hermes_rl.text import clean, cut_middle
 from hermes_rl.tools import DELEGATE_TASK, ChildResult, ChildTask
 
@@ -64,14 +69,15 @@ class Delegation:
     Args:
         recorder: of the whole attempt.
         caller: makes the model calls of a sub-agent, which records into the recorder it is passed.
-        lease: starts a sandbox for the sub-agent of that name; None where there is none.
+        lease: starts a sandbox for the sub-agent of that name, from a copy of its parent's; None
+            where there is none.
         agent: name of the run.
         depth: 0 for the run that no other started.
     """
 
     recorder: Recorder
     caller: Callable[[Recorder], Caller]
-    lease: Callable[[str], Awaitable[Sandbox]] | None = None
+    lease: Callable[[str, SandboxSnapshot], Awaitable[Sandbox]] | None = None
     agent: str = "main"
     depth: int = 0
 
@@ -90,15 +96,15 @@ class Children:
 
     async def __call__(self, call_id: str, tasks: Sequence[ChildTask]) -> list[ChildResult]:
         """See `tools.Delegate`. Raises: SandboxDied and SandboxKilled of the parent's sandbox;
-        CostLimit; DiskFull."""
+        CostLimit; DiskFull; ToolError where its sandbox cannot be copied."""
         start, state = time.monotonic(), self._run.parts.tool_state
         first = int(state.get(_COUNT, 0))
         state[_COUNT] = first + len(tasks)
         names = [f"{self._with.agent}.{first + n}" for n in range(1, len(tasks) + 1)]
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._copy() as copy, asyncio.TaskGroup() as group:
                 started = [
-                    group.create_task(self._child(name, call_id, task, number))
+                    group.create_task(self._child(name, call_id, task, number, copy))
                     for number, (name, task) in enumerate(zip(names, tasks, strict=True), 1)
                 ]
         except ExceptionGroup as errors:
@@ -107,7 +113,40 @@ class Children:
             self.seconds += time.monotonic() - start
         return [task.result() for task in started]
 
-    async def _child(self, name: str, call_id: str, task: ChildTask, number: int) -> ChildResult:
+    @asynccontextmanager
+    async def _copy(self) -> AsyncIterator[SandboxSnapshot | None]:
+        """What the sandboxes of sub-agents start from; None where they share their parent's.
+
+        Raises: ToolError.
+        """
+        parent, start = self._run.parts, time.monotonic()
+        if not parent.policy.child_sandbox or self._with.lease is None or parent.sandbox is None:
+            yield None
+            return
+        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="hermes-rl-copy-")
+        try:
+            copy = SandboxSnapshot(Path(folder, "copy"))
+            try:
+                if not await parent.sandbox.snapshot(copy.folder):
+                    raise ToolError(
+                        "Sub-agents work on a copy of the files, and none can be made while "
+                        "processes run in the background. End them first"
+                    )
+            except OSError as error:
+                raise ToolError(f"The files cannot be copied for sub-agents: {error}") from error
+            self._run.add_active(time.monotonic() - start)
+            yield copy
+        finally:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+    async def _child(
+        self,
+        name: str,
+        call_id: str,
+        task: ChildTask,
+        number: int,
+        copy: SandboxSnapshot | None,
+    ) -> ChildResult:
         """Run one sub-agent and record it, however it ends."""
         async with self._places:
             prompt = task.prompt
@@ -126,7 +165,7 @@ class Children:
             try:
                 if hooks is not None:
                     await hooks.observe("subagent_start", **about, goal=prompt)
-                result = await self._run_in_sandbox(name, recorder, prompt)
+                result = await self._run_in_sandbox(name, recorder, prompt, copy)
                 ended = _Ended(result.end_reason, result=result)
             except HermesError as error:
                 ended = _Ended.by(error)
@@ -153,10 +192,12 @@ class Children:
         lost = isinstance(error, SandboxDied | SandboxKilled)
         return isinstance(error, DiskFull | CostLimit) or (lost and shared)
 
-    async def _run_in_sandbox(self, name: str, recorder: ChildRecorder, prompt: str) -> AgentResult:
-        """Run a sub-agent in a shell session of its parent's sandbox, or in another sandbox."""
+    async def _run_in_sandbox(
+        self, name: str, recorder: ChildRecorder, prompt: str, copy: SandboxSnapshot | None
+    ) -> AgentResult:
+        """Run a sub-agent in a shell session of its parent's sandbox, or in a copy of that."""
         parent = self._run.parts
-        if not parent.policy.child_sandbox or self._with.lease is None or parent.sandbox is None:
+        if copy is None or self._with.lease is None:
             if parent.sandbox is None:
                 return await self._bounded(self._parts(name, recorder, None), prompt)
             session = await parent.sandbox.new_session()
@@ -165,7 +206,7 @@ class Children:
             finally:
                 await asyncio.shield(session.aclose())
         start = time.monotonic()
-        sandbox = await self._with.lease(name)
+        sandbox = await self._with.lease(name, copy)
         try:
             seconds = time.monotonic() - start
             self._run.add_active(seconds)

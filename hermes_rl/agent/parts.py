@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -64,7 +64,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of the earlier messages that it holds, in its order."""
     context_replaced: tuple[int, ...] = ()
     """Indices of digests and summaries."""
-    context_sizes: dict[str, int | None] = {}
+    context_sizes: dict[str, Any] = {}
     """What is known of its size, and of the model's window: fields of `ContextState`."""
 
 
@@ -438,7 +438,7 @@ class RunState:
             kept=kept,
             past=[*messages[:start]],
             replaced=frozenset(progress.context_replaced),
-            **cast("dict[str, Any]", progress.context_sizes),
+            **progress.context_sizes,
         )
         self.conversation.extend(messages[index] for index in kept)
         self.conversation.extend(messages[start:])

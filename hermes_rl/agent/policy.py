@@ -162,8 +162,7 @@ class Policy:
     child_timeout_s: int = 600
     """Seconds that a sub-agent has, from its start."""
     child_sandbox: bool = False
-    """Each sub-agent has an empty sandbox like that of its parent, in the place of a shell session
-    in it."""
+    """Each sub-agent has a copy of its parent's sandbox, in the place of a shell session in it."""
     invalid_turn_limit: int = 3
     """End as `invalid_tool_calls` after so many turns in a row without one valid call."""
     wording: int = LATEST

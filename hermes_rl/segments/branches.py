@@ -44,10 +44,10 @@ class CapturedCalls:
 
     tokens: list[ev.TokensAdded]
     calls: dict[str, CapturedCall]
-    contexts: list[int] = field(default_factory=list)
-    """Positions at which new contexts began."""
-    reasoning_turns: frozenset[int] = frozenset()
-    """Turns whose answer contains reasoning."""
+    contexts: list[tuple[str, int]] = field(default_factory=list)
+    """Agents, and positions at which new contexts of theirs began."""
+    reasoning_turns: frozenset[tuple[str, int]] = frozenset()
+    """Agents, and turns whose answer contains reasoning."""
 
     @property
     def agents(self) -> dict[str, str]:
@@ -66,12 +66,13 @@ def captured_calls(stream: Sequence[ev.Event]) -> CapturedCalls:
         for place, e in enumerate(stream)
         if isinstance(e, ev.CallStarted) and e.call_id in wanted
     }
+    named = [(e.agent, e.inner) if isinstance(e, ev.SubagentEvent) else (MAIN, e) for e in stream]
     return CapturedCalls(
         tokens=tokens,
         calls=calls,
-        contexts=[n for n, e in enumerate(stream) if isinstance(e, ev.ContextStarted)],
+        contexts=[(a, n) for n, (a, e) in enumerate(named) if isinstance(e, ev.ContextStarted)],
         reasoning_turns=frozenset(
-            e.turn for e in stream if isinstance(e, ev.MessageAdded) and _has_reasoning(e)
+            (a, e.turn) for a, e in named if isinstance(e, ev.MessageAdded) and _has_reasoning(e)
         ),
     )
 
@@ -239,7 +240,7 @@ class Branches:
 
     def _new_context(self, previous: int, call: CapturedCall) -> bool:
         ended = self._calls[previous].ended
-        return any(ended < place < call.began for place in self._contexts)
+        return any(a == call.agent and ended < n < call.began for a, n in self._contexts)
 
     def _reason(
         self, number: int, anchor: int, kept: int, previous: int | None
@@ -271,7 +272,7 @@ class Branches:
         """Return why a prompt that should extend a path does not."""
         if anchor < 0 or kept < self.graph.nodes[anchor].prompt_end:
             return "template"  # tokens that were not sampled differ
-        if self._calls[anchor].turn in self._reasoning_turns:
+        if (self._calls[anchor].agent, self._calls[anchor].turn) in self._reasoning_turns:
             return "dropped_reasoning"
         return "retokenized_history"
 

@@ -9,7 +9,7 @@ import pytest
 
 from hermes_rl import load_run
 from hermes_rl.agent import PRESETS, Control, Delegation, IterationBudget, Limits
-from hermes_rl.errors import DiskFull, Interrupted
+from hermes_rl.errors import DiskFull, Interrupted, SandboxDied
 from hermes_rl.events import CallStarted, MessageAdded, SubagentEvent, SubagentStarted
 from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Limiter
@@ -130,17 +130,35 @@ async def test_each_sub_agent_has_a_shell_session_in_the_same_sandbox(rig: Any) 
     assert "not found" in output
 
 
-async def test_a_sub_agent_may_have_another_sandbox(rig: Any, tmp_path: Any) -> None:
-    backend = Subprocess(state_dir=tmp_path / "others")
+async def test_a_sub_agent_may_work_in_a_copy_of_the_sandbox(rig: Any, tmp_path: Any) -> None:
+    """It begins where its parent is, with its files; what it changes is seen by nobody else."""
+    backend, leased = Subprocess(state_dir=tmp_path / "others"), []
 
-    async def lease(agent: str) -> Any:
-        return await backend.lease(SandboxSpec(lease=agent))
+    async def lease(agent: str, copy: Any) -> Any:
+        leased.append(await backend.lease(SandboxSpec(lease=agent, snapshot=copy)))
+        return leased[-1]
 
-    steps = ({"run": "touch mine"}, give([{"run": "ls; touch other"}, "done"]), {"run": "ls"}, ".")
-    ran = await play(rig, *steps, switches={"child_sandbox": True}, lease=lease)
-    assert json.loads(ran.results()[2].message.content)["output"] == "mine\n"
-    (row,) = rows(ran)
-    assert json.loads(json.loads(row.messages[3])["content"])["output"] == ""
+    child = [{"run": "cat mine; echo $X; pwd | tail -c 5; rm mine; touch other"}, "done"]
+    ran = await play(
+        rig,
+        {"run": "mkdir deep; cd deep; echo first > mine; export X=parent"},
+        {"run": "sh -c 'echo $$ > ../pid; exec sleep 60' & until [ -s ../pid ]; do :; done"},
+        give(child, child),
+        {"run": "N=$(cat ../pid); kill $N; while kill -0 $N 2>/dev/null; do :; done"},
+        give(child, child),
+        {"run": "ls"},
+        ".",
+        switches={"child_sandbox": True},
+        lease=lease,
+    )
+    refused, outputs = ran.results()[2], [c.messages[3] for c in rows(ran)]
+    assert "while processes run in the background" in refused.message.content
+    output = "first\nparent\ndeep\n"
+    assert [json.loads(json.loads(m)["content"])["output"] for m in outputs] == [output] * 2
+    assert json.loads(ran.results()[-1].message.content)["output"] == "mine\n"
+    assert len({sandbox.workspace for sandbox in leased}) == 2
+    with pytest.raises(SandboxDied):
+        await leased[0].run("true", timeout_s=5)
     await backend.aclose()
 
 

@@ -111,3 +111,28 @@ async def test_tokens_of_sub_agents_count_against_the_budget_of_a_unit(
     assert done == [0, 1]
     (row,) = kit.read_table(tmp_path / "45000" / "run", "failures")
     assert row["cause"] == "unit_budget"
+
+
+async def test_sub_agents_in_copies_see_the_files_of_the_task_and_change_none(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    steps = [{"run": "cat given; pwd; echo mine > given; ls /tmp"}, "done"]
+    goal = {"goal": f"Read.\nSCRIPT: {json.dumps(steps)}"}
+    call = {"name": "delegate_task", "arguments": {"tasks": [goal, goal]}}
+    script = [{"run": "mkdir sub; cd sub; echo new > given; touch /tmp/also"}, {"calls": [call]}]
+    prompt = f"Go.\nSCRIPT: {json.dumps(script)}"
+    config = kit.make_config(
+        tmp_path,
+        [{"id": "t", "prompt": prompt, "verify": 'test "$(cat $WORKSPACE/sub/given)" = new'}],
+        endpoint={"base_url": server.base_url},
+        agent={"toolsets": ["terminal", "delegation"], "switches": {"child_sandbox": True}},
+        sandbox={"backend": "bubblewrap"},
+    )
+    await kit.run_config(config)
+    (row,) = kit.final_rows(tmp_path / "run").values()
+    children = kit.read_table(tmp_path / "run", "subagents")
+    read = [json.loads(json.loads(child["messages"][3])["content"]) for child in children]
+    assert [r["output"].split() for r in read] == [["new", "/workspace/sub", "also"]] * 2
+    assert row["reward"] == 1.0
+    assert all(child["timing"]["sandbox_s"] > 0 for child in children)
+    assert main(["check", str(tmp_path / "run")]) == 0

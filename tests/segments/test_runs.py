@@ -263,3 +263,38 @@ async def test_a_compressed_context_begins_a_branch_and_nothing_is_trained_twice
     code, out, _ = check(tmp_path / "run", "--tokens", capsys=capsys)
     assert code == 0
     assert "no faults" in out
+
+
+async def test_sub_agents_have_branches_and_their_compressed_contexts_are_no_drift(
+    tmp_path, capsys
+):
+    long = {"run": "head -c 2000 /dev/urandom | base64 -w 0"}
+    children = [[long] * 30, [{"reasoning": "hm", "run": "echo short"}, "done"]]
+    tasks = [{"goal": f"Work.\nSCRIPT: {json.dumps(steps)}\n"} for steps in children]
+    script = [{"calls": [{"name": "delegate_task", "arguments": {"tasks": tasks}}]}, "end"]
+    agent = {
+        "toolsets": ["terminal", "delegation"],
+        "switches": {"compress_context": True, "tool_loop_limit": None, "child_turns": 24},
+        "context": {"window": 16_000},
+    }
+    async with start_engine(tmp_path) as engine:
+        report = await run_scripts(engine, tmp_path, [script], "vllm", agent=agent)
+        entries = served_entries(engine.truth, tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    (row,) = run.arrow("trajectories").to_pylist()
+    by_task = {child["task_prompt"]: child for child in run.arrow("subagents").to_pylist()}
+    contexts = max(len(child["contexts"]) for child in by_task.values())
+    assert contexts > 2
+    segments = run.arrow("segments").to_pylist()
+    kinds = [(s["agent_name"], s["branch_kind"]) for s in segments if s["exclude_reason"] is None]
+    assert kinds[0] == ("main", "main")
+    assert sorted(kinds[1:]) == [
+        *[("main.1", "compaction")] * (contexts - 1), ("main.1", "subagent"), ("main.2", "subagent")
+    ]  # fmt: skip
+    assert {s["exclude_reason"] for s in segments} <= {None, "summary"}
+    assert {s["reward"] for s in segments} == {row["reward"]}
+    assert differences(tmp_path / "run", entries) == []
+    assert report.stats["exact_tokens"]["fork_rate"] == 0.0
+    code, out, _ = check(tmp_path / "run", "--tokens", capsys=capsys)
+    assert code == 0
+    assert "no faults" in out
