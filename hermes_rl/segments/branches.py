@@ -45,7 +45,7 @@ class CapturedCalls:
     tokens: list[ev.TokensAdded]
     calls: dict[str, CapturedCall]
     contexts: list[tuple[str, int]] = field(default_factory=list)
-    """Agents, and positions at which new contexts of theirs began."""
+    """Agents, and positions at which new contexts began."""
     reasoning_turns: frozenset[tuple[str, int]] = frozenset()
     """Agents, and turns whose answer contains reasoning."""
 

@@ -1,4 +1,4 @@
-"""One long episode, message by message as it was recorded once, and the same through every door."""
+"""One long episode, compared with what was recorded once; the same through every entry point."""
 
 import asyncio
 import json
@@ -92,16 +92,16 @@ class Person:
     def __init__(self, *, impatient: bool) -> None:
         self.agent: AIAgent | None = None
         self._impatient = impatient
-        self._said: set[int] = set()
+        self._spoken: set[int] = set()
 
     def play(self, request: ServedRequest) -> Any:
         """The model; the person speaks while it works on a step."""
         made, agent = policy(request), self.agent
         assert agent is not None
         number = step_of(made.get("text", "")) if isinstance(made, dict) else 0
-        if number in self._said or not number:
+        if number in self._spoken or not number:
             return made
-        self._said.add(number)
+        self._spoken.add(number)
         if number == ASKS and QUESTION in made["text"]:
             agent.steer(ANSWER)
         elif self._impatient and number == STEERED:
@@ -139,7 +139,7 @@ async def by_agent(folder: Path, task: str, *, impatient: bool = False) -> list[
             results = [await agent.run(task)]
             agent.save_trajectory(folder)
             if impatient:
-                results.append(await agent.run("Go on."))
+                results.append(await agent.run("Continue."))
                 agent.save_trajectory(folder)
         assert sum(len(result["calls"]) for result in results) == len(server.entries)
     return results
