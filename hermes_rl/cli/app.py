@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "generate trajectories from a dataset; the same command resumes",
     "play": "be the agent: same sandbox, files, limits and verifier",
     "show": "the table of a run, or one trajectory",
+    "view": "the runs of a folder in a browser, also while they run",
     "status": "the state of a run, from any other terminal",
     "check": "find bad rows before a token is spent; check the records of a run",
     "export": "a run in another format, with a loss report",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         publish_batch,
         read_commit,
         read_commits,
+        rows_of,
         write_commit,
     )
     from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE, CrashHook
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from hermes_rl.store.files import (
         AppendFile,
         Storage,
+        decode_line,
         disk_errors,
         encode_line,
         file_sha256,

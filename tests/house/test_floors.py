@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout verify workspaces", "aiagent", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
+    ("viewer",),
     ("cli",),
 )
 HANDS_OVER_TO_CLI = "__main__"  # python -m batch_runner, python -m environments.NAME

@@ -1,0 +1,35 @@
+"""Fixtures: runs, `hermes-rl view` in a process of its own, and a browser."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)
+
+from browser import Browser, open_browser  # noqa: E402
+from made_runs import make_runs  # noqa: E402
+from served import Served, serving  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs, read-only; see `made_runs`."""
+    return make_runs(tmp_path_factory.mktemp("viewer"))
+
+
+@pytest.fixture(scope="session")
+def served(runs: Path) -> Iterator[Served]:
+    with serving(runs) as server:
+        yield server
+
+
+@pytest.fixture
+async def browser(served: Served) -> AsyncIterator[Browser]:
+    """A browser that has opened the printed address."""
+    async with open_browser() as opened:
+        await opened.go(served.address)
+        yield opened
