@@ -53,7 +53,7 @@ def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = 
 
     Args:
         token: required with each request.
-        port: names the cookie, since all ports of a host share theirs.
+        port: names the cookie, since cookies are shared by all ports of a host.
         names: further host names under which it may be reached.
     """
     from starlette.concurrency import run_in_threadpool

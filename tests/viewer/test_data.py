@@ -209,7 +209,7 @@ async def test_rows_of_a_run_in_progress_appear_before_they_are_published(tmp_pa
             await open_run(tmp_path / "live", {"model": {"name": "toy"}}) as driver,
             JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
         ):
-            await journal.finish(finished_attempt(1, "what the first one said"))
+            await journal.finish(finished_attempt(1, "the first answer"))
             wait_for(server, 1)
             await journal.finish(finished_attempt(2, "nothing"))
             ((_, done),) = driver.run_dir.journals("done")
@@ -217,14 +217,14 @@ async def test_rows_of_a_run_in_progress_appear_before_they_are_published(tmp_pa
             with done.open("ab") as file:
                 file.write(b'500 00000000 {"row": ')
             wait_for(server, 2)
-            (row,) = units(server, run="live", q="what the FIRST one")
+            (row,) = units(server, run="live", q="the FIRST")
             place = {"run": "live", "id": row["trajectory_id"]}
-            assert "what the first one said" in json.dumps(server.get("messages", **place))
+            assert "the first answer" in json.dumps(server.get("messages", **place))
             (listed,) = server.get("runs")["runs"]
             assert (listed["state"], listed["done"], listed["units"]) == ("running", 2, None)
             os.truncate(done, size)
             await Publisher(journal).drain()
-            assert "what the first one said" in json.dumps(server.get("messages", **place))
+            assert "the first answer" in json.dumps(server.get("messages", **place))
             assert len(units(server, run="live")) == 2
         while server.get("runs")["runs"][0]["state"] != "killed":  # no statistics were written
             pass

@@ -177,7 +177,7 @@ function timeline(t) {
   if (!whole) return null;
   return h("div.timeline", { role: "img", "aria-label": "time by phase" }, parts.map(([key, name]) => {
     const part = h(`span.${name}`, { title: `${name} ${fmt.seconds(t[key])}` }, t[key] / whole > 0.08 ? `${name} ${fmt.seconds(t[key])}` : "");
-    part.style.flexGrow = t[key] / whole;
+    part.style.flex = `${t[key] / whole} 1 0`;
     return part;
   }));
 }
@@ -227,8 +227,8 @@ function long(value, whole) {
   if (value === null || typeof value !== "object") {
     const shown = clean(value ?? ""), lines = shown.split("\n").length;
     if (lines <= 40 && shown.length <= 6000) return text(value);
-    const box = h("div.folded", {}, text(value), h("button", { onclick: () => box.classList.toggle("folded") }, `${fmt.count(lines)} lines: fold or unfold`));
-    return box;
+    const part = h("div.folded", {}, text(value), h("button", { onclick: () => part.classList.toggle("folded") }, `${fmt.count(lines)} lines: fold or unfold`));
+    return part;
   }
   if ("cut" in value) return [text(value.text), h("button", { onclick: whole }, `show all ${fmt.count(value.cut)} characters`)];
   return json(value);
