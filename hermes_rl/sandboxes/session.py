@@ -51,7 +51,7 @@ from hermes_rl.sandboxes.files import (
     too_large,
     write_open,
 )
-from hermes_rl.sandboxes.grading import UNPACK, Unpackable, pack_in_thread
+from hermes_rl.sandboxes.grading import UNPACK, Unpackable, pack_in_thread, refused
 from hermes_rl.sandboxes.processes import Jobs, Tree, children
 from hermes_rl.sandboxes.recipe import NO_CWD
 from hermes_rl.sandboxes.shell import (
@@ -479,7 +479,12 @@ class ShellSandbox(ABC):
         """See `base.Sandbox.grade`."""
         await self._end_session()
         self._gradings += 1
-        return await self._grade(spec, f"grade{self._gradings}")
+        try:
+            return await self._grade(spec, f"grade{self._gradings}")
+        except Unpackable as error:  # by what the agent did
+            return refused(error)
+        except OSError as error:
+            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
 
     async def aclose(self) -> None:
         """See `base.Sandbox.aclose`."""

@@ -28,7 +28,7 @@
  * Operations (paths are relative to the root of this process's mount namespace)
  *   d PATH             make a directory
  *   l TARGET PATH      make a symbolic link
- *   t PATH OPTIONS     mount a tmpfs
+ *   t PATH OPTIONS     mount a tmpfs         o PATH OPTIONS  mount an overlay
  *   b SOURCE PATH      bind, read-only       B SOURCE PATH   bind, writable
  *   n SOURCE PATH      bind a device node
  *   m PATH             attach the next descriptor of the request, a detached mount
@@ -221,7 +221,7 @@ static int operate(char **words, size_t count, int *fds, int fd_count, int below
     while (at < count) {
         const char *kind = words[at++];
         size_t wanted = strchr("dmr", kind[0]) ? 1 : 2;
-        if (strlen(kind) != 1 || !strchr("dltbBnmr", kind[0]) || count - at < wanted) {
+        if (strlen(kind) != 1 || !strchr("dltobBnmr", kind[0]) || count - at < wanted) {
             errno = EPROTO;
             fail("operation %s", kind);
         }
@@ -238,6 +238,9 @@ static int operate(char **words, size_t count, int *fds, int fd_count, int below
             break;
         case 't':
             mount_new("tmpfs", first, MS_NOSUID | MS_NODEV, second);
+            break;
+        case 'o':
+            mount_new("overlay", first, MS_NOSUID | MS_NODEV, second);
             break;
         case 'b':
             bind_mount(first, second, below, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV);

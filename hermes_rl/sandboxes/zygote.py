@@ -2,7 +2,8 @@
 prepared root of all of them and starts each with one clone.
 
 `zygote.c` is that process and documents the protocol. bubblewrap itself is the reference, and what
-starts everything else: images, sandboxes with a network, folders of the host, shared snapshots.
+starts everything else: images, sandboxes with a network, folders of the host, shared snapshots,
+and verifiers of these, or with folders at places of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hermes_rl.errors import SandboxStartError
@@ -29,11 +30,11 @@ from hermes_rl.sandboxes.box import (
     Spawner,
     filter_path,
     gone,
-    identity,
     make_groups,
 )
 from hermes_rl.sandboxes.disks import open_tree
 from hermes_rl.sandboxes.slots import SLOTS, first_slot
+from hermes_rl.sandboxes.starting import identity
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ _DEVICE_LINKS = {
 _BASH = "/bin/bash"
 DISK, MEMORY = "disk", "memory"
 """Where the zygote shows the folders of sandboxes (see `slots.Home`)."""
+_GRADED, _BELOW, _WRITTEN = "graded", "below", "written"
+"""Where it shows the root of a grading sandbox, what its workspace is made of, and its writes."""
 Operation = tuple[str, ...]
 """A kind and its paths, as `zygote.c` lists them."""
 
@@ -88,55 +91,98 @@ def setup(etc: Path, disk: Path, memory: Path) -> list[Operation]:
         disk: the folders of all sandboxes on the disk.
         memory: those in memory; may be the same.
     """
-    made: list[Operation] = []
-    for name in ("usr", "etc", "dev", "proc", "tmp", "run", "workspace", "hx"):
-        made.append(("d", f"root/{name}"))
-    made += [("b", "/usr", "root/usr"), ("b", os.path.realpath(etc), "root/etc")]
-    for name, is_link in recipe.machine_links():
-        if is_link:
-            made.append(("l", f"usr/{name}", f"root/{name}"))
-        else:
-            made += [("d", f"root/{name}"), ("b", f"/{name}", f"root/{name}")]
-    for path in recipe.solutions(Path("/")):
-        made += [("t", f"root{path}", "mode=555,size=4096"), ("r", f"root{path}")]
-    made.append(("t", "root/dev", "mode=755,size=64k"))
-    made += [("d", "root/dev/pts"), ("d", "root/dev/shm")]
-    made += [("n", f"/dev/{name}", f"root/dev/{name}") for name in _NODES]
-    made += [("l", target, f"root/dev/{name}") for name, target in _DEVICE_LINKS.items()]
-    made += [("r", "root/dev"), ("r", "root")]
+    shown = {"/etc": os.path.realpath(etc)}
+    made = _root("root", lambda path: shown.get(path, path), recipe.solutions(Path("/")))
     for name, folder in ((DISK, disk), (MEMORY, memory)):
         made += [("d", name), ("B", os.path.realpath(folder), name)]
-    return made
+    return [*made, *(("d", name) for name in (_GRADED, _BELOW, _WRITTEN))]
 
 
-def session(lease: Lease, command: Sequence[str], mount: int | None) -> Request:
-    """What starts the session of a lease, but for descriptors that the caller opens.
+def _root(
+    root: str, find: Callable[[str], str], hidden: Sequence[str] = (), more: Sequence[str] = ()
+) -> list[Operation]:
+    """What makes one.
 
     Args:
-        mount: its workspace as a detached mount; None for a plain folder.
+        root: where.
+        find: the source of a path.
+        hidden: paths that are shown empty.
+        more: further folders at its top.
     """
-    name = lease.name
-    control = f"{DISK}/{name}/ctl" if lease.small is None else f"{MEMORY}/{name}/ctl"
+    names = ("usr", "etc", "dev", "proc", "tmp", "run", "workspace", "hx", *more)
+    made: list[Operation] = [("d", f"{root}/{name}") for name in names]
+    made += [("b", find(path), f"{root}{path}") for path in ("/usr", "/etc")]
+    for name, is_link in recipe.machine_links():
+        if is_link:
+            made.append(("l", f"usr/{name}", f"{root}/{name}"))
+        else:
+            made += [("d", f"{root}/{name}"), ("b", find(f"/{name}"), f"{root}/{name}")]
+    for path in hidden:
+        made += [("t", f"{root}{path}", "mode=555,size=4096"), ("r", f"{root}{path}")]
+    made.append(("t", f"{root}/dev", "mode=755,size=64k"))
+    made += [("d", f"{root}/dev/pts"), ("d", f"{root}/dev/shm")]
+    made += [("n", find(f"/dev/{name}"), f"{root}/dev/{name}") for name in _NODES]
+    made += [("l", target, f"{root}/dev/{name}") for name, target in _DEVICE_LINKS.items()]
+    return [*made, ("r", f"{root}/dev"), ("r", root)]
+
+
+def session(lease: Lease) -> Request:
+    """What starts the session of a lease, but for descriptors that the caller opens: `mounts` is
+    its workspace, in a file system of its own."""
+    control = f"{DISK}/{lease.name}/ctl" if lease.small is None else f"{MEMORY}/{lease.name}/ctl"
     workspace: Operation = ("m", "root/workspace")
-    if mount is None:
-        workspace = ("B", f"{DISK}/{name}/ws", "root/workspace")
+    if not lease.storage.sized:
+        workspace = ("B", f"{DISK}/{lease.name}/ws", "root/workspace")
+    operations = [*plain("root", lease.spec.limits), workspace, ("b", control, "root/hx")]
+    return _request(lease, operations, lease.supervisor)
+
+
+def grading_session(lease: Lease, name: str, sized: bool) -> Request:
+    """What starts a verifier over the workspace of a lease. `mounts` is what the session left, in
+    a file system of its own; and what takes the verifier's writes.
+
+    Args:
+        name: of its folder in the lease's.
+        sized: its writes go to a file system of their own.
+    """
+    most, folder, root = lease.spec.limits, f"{DISK}/{lease.name}/{name}", _GRADED
+    below, written = f"{DISK}/{lease.name}/ws", f"{folder}/layer"
+    operations: list[Operation] = []
+    if lease.storage.sized:
+        operations.append(("m", below := _BELOW))
+    if sized:
+        operations.append(("m", written := _WRITTEN))
+    layers = f"lowerdir={below},upperdir={written}/up,workdir={written}/work,userxattr"
+    operations.append(("t", root, "mode=755,size=1m"))
+    operations += _root(root, "root{}".format, more=("verify", "grading"))
+    operations += [
+        *plain(root, most),
+        ("o", f"{root}/workspace", layers),
+        ("b", f"{folder}/ctl", f"{root}/hx"),
+        ("b", f"{folder}/verify", f"{root}/verify"),
+        ("t", f"{root}/grading", f"mode=755,size={most.tmp_bytes}"),
+    ]
+    request = _request(lease, operations, [f"{recipe.CONTROL}/start", lease.tag])
+    return replace(request, root=root, cwd="/grading")
+
+
+def _request(lease: Lease, operations: Sequence[Operation], command: Sequence[str]) -> Request:
     return Request(
         uid=os.geteuid() if lease.uid is None else lease.uid,
         gid=os.getegid() if lease.uid is None else lease.uid,
         limits=lease.spec.limits,
-        operations=[*plain(lease.spec.limits), workspace, ("b", control, "root/hx")],
+        operations=operations,
         command=command,
-        mounts=[] if mount is None else [mount],
     )
 
 
-def plain(most: SandboxLimits) -> list[Operation]:
+def plain(root: str, most: SandboxLimits) -> list[Operation]:
     """The temporary file systems of a sandbox."""
     return [
-        ("t", "root/dev/shm", f"mode=1777,size={most.shm_bytes}"),
-        ("t", "root/tmp", f"mode=1777,size={most.tmp_bytes}"),
-        ("t", "root/run", f"mode=755,size={recipe.RUN_BYTES}"),
-        ("d", f"root{recipe.STATE}"),
+        ("t", f"{root}/dev/shm", f"mode=1777,size={most.shm_bytes}"),
+        ("t", f"{root}/tmp", f"mode=1777,size={most.tmp_bytes}"),
+        ("t", f"{root}/run", f"mode=755,size={recipe.RUN_BYTES}"),
+        ("d", f"{root}{recipe.STATE}"),
     ]
 
 
@@ -149,6 +195,7 @@ class Request:
     limits: SandboxLimits
     operations: Sequence[Operation]
     command: Sequence[str]
+    """A script that bash runs, and its arguments."""
     stdio: int = -1
     cgroups: Sequence[int] = ()
     """Open cgroup.procs of its control groups."""
@@ -162,7 +209,8 @@ class Request:
         most = self.limits
         operations = [part for operation in self.operations for part in operation]
         variables = [f"LANG={recipe.LANG}", "HOME=/", "SHELL=/bin/bash", f"PWD={self.cwd}"]
-        lists = [operations, [_BASH, *self.command[1:]], variables]
+        command = [_BASH, "--norc", "--noprofile", "-c", recipe.START_SCRIPT, *self.command]
+        lists = [operations, command, variables]
         numbers = [self.uid, self.gid, most.processes, most.memory_bytes >> 10 << 10]
         numbers += [most.file_bytes >> 10 << 10, recipe.OPEN_FILES, len(self.cgroups)]
         strings = [*map(str, numbers), self.root, self.cwd]
@@ -446,8 +494,8 @@ def _try(channel: socket.socket, uid: int | None, name: str, groups: limits.Cgro
             uid=os.geteuid() if uid is None else uid,
             gid=os.getegid() if uid is None else uid,
             limits=most,
-            operations=[*plain(most), *mounts],
-            command=["bash", "-c", "exit 0"],
+            operations=[*plain("root", most), *mounts],
+            command=["/dev/null"],
             stdio=far.fileno(),
             cgroups=opened[:count],
             mounts=opened[count:],

@@ -37,7 +37,7 @@ from hermes_rl.wiring import open_run_context
 CEILINGS = {
     "one chat call": 20,
     "one tool call": 10,
-    "grading and ending": 15,  # with the launcher, and with what the next sandbox takes over
+    "grading and ending": 12,  # with the launcher, and with what the next sandbox takes over
     "a run of one row": 85,
 }
 STEPS = [

@@ -22,15 +22,20 @@ from hermes_rl.sandboxes import (
     Sandbox,
     SandboxLimits,
     SandboxSpec,
+    marks,
     probe,
     processes,
-    recycling,
     slots,
     watchdog,
     zygote,
 )
 
 SPEC = SandboxSpec(lease="zygote")
+INSIDE = (
+    "cut -d' ' -f5,6 /proc/self/mountinfo | sort; ls -a / /dev /run; cat /proc/self/limits"
+    "; hostname; id; ls -ld /tmp /run /dev/shm /workspace | cut -d' ' -f1,3,4; ip -br addr"
+)
+"""What a sandbox looks like from inside."""
 
 
 def zygotes(state: Path) -> list[int]:
@@ -90,22 +95,44 @@ async def test_a_sandbox_has_the_namespaces_and_mounts_that_bubblewrap_gives(
     running: BubblewrapSandbox, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same places with the same kinds and flags, and no namespace that is another's."""
-    look = "cut -d' ' -f5,6 /proc/self/mountinfo | sort; ls -a / /dev /run; cat /proc/self/limits"
-    look += "; hostname; id; ls -ld /tmp /run /dev/shm /workspace | cut -d' ' -f1,3,4; ip -br addr"
     kinds = ("mnt", "pid", "net", "ipc", "uts", "cgroup", "user")
     for kind in kinds:
         mine = os.readlink(f"/proc/self/ns/{kind}")
         [pid] = zygotes(state)
         found = os.readlink(f"/proc/{running.host_pid}/ns/{kind}")
         assert found not in (mine, os.readlink(f"/proc/{pid}/ns/{kind}")), kind
-    seen = await sh(running, look)
+    seen = await sh(running, INSIDE)
     monkeypatch.setenv(zygote.SWITCH, "bubblewrap")
     reference = Bubblewrap(state_dir=state)
     async with await reference.lease(SPEC) as sandbox:
         assert zygotes(state) == [pid], "the reference starts none"
-        expected = await sh(sandbox, look)
+        expected = await sh(sandbox, INSIDE)
     await reference.aclose()
     assert _comparable(seen) == _comparable(expected)
+
+
+async def test_a_verifier_is_shown_what_bubblewrap_shows_and_leaves_the_workspace_as_it_is(
+    running: BubblewrapSandbox, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = "mkdir -p a/b; echo old >a/b/c; ln -s /verify/answer link; chmod 500 a/b"
+    script = f"""{INSIDE}; cd /workspace; cat link a/b/c; env | sort; cat /proc/$$/oom_score_adj
+find /workspace /verify /grading /hx -printf '%p %M %U %G\\n' | sort
+chmod 700 a/b; echo new >a/b/c; rm -r a; (echo x >/usr/x; echo x >/x; echo x >/verify/x) 2>&1
+echo; grep -c ulimit /proc/1/cmdline; exit 7"""
+    spec = GradingSpec(script=script, files={"answer": b"42\n"})
+    monkeypatch.setenv(zygote.SWITCH, "bubblewrap")
+    reference = Bubblewrap(state_dir=state)
+    async with await reference.lease(SPEC) as sandbox:
+        results = []
+        for one in (running, sandbox):
+            await sh(one, prepare)
+            results += [await one.grade(spec), await one.grade(spec)]
+    await reference.aclose()
+    assert {(r.exit_code, "42\nold\n" in r.output) for r in results} == {(7, True)}
+    seen = [result.output.rpartition("\n\n") for result in results]
+    assert [by_bubblewrap for _, _, by_bubblewrap in seen] == ["0\n", "0\n", "1\n", "1\n"]
+    for output, _, _ in seen[1:]:
+        assert _comparable(output) == _comparable(seen[0][0])
 
 
 def _comparable(seen: str) -> list[str]:
@@ -399,10 +426,10 @@ async def test_a_recycled_workspace_shows_nothing_of_the_lease_before(
 def test_an_attribute_that_a_workspace_was_made_with_may_not_change(state: Path) -> None:
     """As access lists do that it inherits from the state folder: they decide about new files."""
     os.setxattr(state, "user.note", b"one")
-    made = recycling.marks(state)
-    assert recycling.marks(state) == made
+    made = marks(state)
+    assert marks(state) == made
     os.setxattr(state, "user.note", b"two")
-    assert recycling.marks(state) != made
+    assert marks(state) != made
 
 
 @pytest.mark.parametrize(
