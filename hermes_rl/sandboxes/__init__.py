@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         zygote,
     )
     from hermes_rl.sandboxes.apptainer import Apptainer, ApptainerSandbox, find_program
+    from hermes_rl.sandboxes.background import Background
     from hermes_rl.sandboxes.base import (
         CommandResult,
         Connection,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from hermes_rl.sandboxes.programs import BuildFailed
     from hermes_rl.sandboxes.recipe import OPEN_FILES, digest_of, make_etc, solutions
     from hermes_rl.sandboxes.remote import Link, RemoteSandbox
-    from hermes_rl.sandboxes.session import Background
     from hermes_rl.sandboxes.shell import (
         LINE_MAX,
         HeadTail,

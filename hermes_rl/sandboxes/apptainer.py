@@ -13,10 +13,9 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from pathlib import Path
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import (
     SandboxDied,
-    SandboxError,
     SandboxKilled,
     SandboxStartError,
     SnapshotLost,
@@ -34,27 +32,21 @@ from hermes_rl.sandboxes import grading, limits, processes, recipe
 from hermes_rl.sandboxes.base import (
     GradingResult,
     GradingSpec,
-    SandboxInfo,
     SandboxLimits,
     SandboxSpec,
 )
-from hermes_rl.sandboxes.box import exited, gone
+from hermes_rl.sandboxes.box import Outer, exited, gone
 from hermes_rl.sandboxes.disks import Storage
 from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.grading import Packing, Unpackable, pack_in_thread
-from hermes_rl.sandboxes.image_changes import Relied, Upper, listing_script, read_listing, replaced
+from hermes_rl.sandboxes.grading import Packing, pack_in_thread
+from hermes_rl.sandboxes.host import HostBackend, HostSandbox
+from hermes_rl.sandboxes.image_changes import Upper
 from hermes_rl.sandboxes.session import (
-    FolderSandbox,
-    encode,
-    restored,
     save_folder,
     start_shell,
 )
 from hermes_rl.sandboxes.shell import (
-    Ended,
-    HeadTail,
     Shell,
-    ShellLost,
     ShellPaths,
     supervisor_text,
 )
@@ -64,7 +56,6 @@ from hermes_rl.sandboxes.starting import Launch, start
 from hermes_rl.sandboxes.watchdog import remove_tree
 
 PROGRAMS = ("apptainer", "singularity")
-_END_S = 10.0
 _PASSED_ON = ("PATH", "HOME", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR", "XDG_RUNTIME_DIR")
 """Of our environment; the container sees it in /proc/1."""
 _NOT_OF_IMAGE = (
@@ -188,35 +179,35 @@ def inside(script: str, most: SandboxLimits, *rest: str) -> list[str]:
     return ["/bin/bash", "--norc", "--noprofile", "-c", text, script, *rest]
 
 
-class Container:
-    """A started `apptainer exec` (see `processes.Tree`)."""
+class Container(Outer):
+    """A started `apptainer exec`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.init = 0
-        """The host's id of process 1 of the container; 0 before `follow`."""
-        self._first = self._supervisor = 0
-        self._pidfd = -1
-        self._proc: processes.Proc | None = None
+        super().__init__(process, -1)
+        self._first = 0
+        """The first shell in it."""
+        self.variables: Mapping[str, str] = {}
+        """Those that the image brings."""
         self._ending: asyncio.Task[int] | None = None
 
     async def follow(self) -> None:
         """Find the inside, and end it with apptainer, which it would outlive. Raises: OSError."""
-        await asyncio.to_thread(self._attach)
+        await asyncio.to_thread(self.attach)
         self._ending = asyncio.create_task(self._ended())
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """See `Outer`. Blocks."""
         below = [proc.pid for proc in processes.descendants(self.process.pid)]
         inits = [pid for pid in below if processes.inside_pid(pid) == 1]
         if not inits:
             raise OSError("its process 1 cannot be found")
-        self._pidfd = os.pidfd_open(inits[0])
-        self.init, self._proc = inits[0], processes.find(inits[0])
+        self._found(inits[0], os.pidfd_open(inits[0]))
         # apptainer's own process 1, if there is one, has our bash as its child.
         bashes = [pid for pid in (self.init, *processes.children(self.init)) if _is_bash(pid)]
         if not bashes:
             raise OSError("its first shell cannot be found")
         self._first = bashes[0]
+        self.variables = self._variables()
 
     def supervisor(self) -> int:
         """The first child of the first shell."""
@@ -224,8 +215,7 @@ class Container:
             self._supervisor = next(iter(processes.children(self._first)), 0)
         return self._supervisor
 
-    def variables(self) -> dict[str, str]:
-        """Those that the image brings. Blocks. Raises: OSError."""
+    def _variables(self) -> dict[str, str]:
         data = Path(f"/proc/{self._first}/environ").read_bytes().decode("utf-8", "replace")
         pairs = (text.partition("=")[::2] for text in data.split("\0") if "=" in text)
         return {
@@ -245,27 +235,8 @@ class Container:
 
     def orphans(self) -> processes.Snapshot:
         """Children of process 1, but the first shell."""
-        alive = self._proc is not None and self._proc.alive()
-        found = processes.children(self.init) if alive else []
-        return processes.snapshot([pid for pid in found if pid != self._first], below=False)
-
-    def send(self, processes_: Iterable[processes.Proc], number: int) -> None:
-        """See `processes.Tree`."""
-        processes.signal_all(processes_, number)
-
-    def end_process(self, inside: int) -> None:
-        """See `processes.Tree`."""
-        processes.end_inside(self.init, inside)
-
-    def _end_init(self) -> bool:
-        """SIGKILL process 1, and with it all in the container. False when it is gone."""
-        if self._pidfd < 0:
-            return False
-        try:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
+        found = [pid for pid in self._children() if pid != self._first]
+        return processes.snapshot(found, below=False)
 
     async def ended(self) -> int:
         """Wait until all of it is gone. Its code; negative when apptainer was ended from outside,
@@ -279,30 +250,6 @@ class Container:
             return code
         return 128 - code if code < 0 and self.init else code
 
-    async def end(self) -> int:
-        """See `processes.Tree`."""
-        if not self._end_init():
-            await asyncio.to_thread(self._end_starting)
-        try:
-            async with asyncio.timeout(_END_S):
-                return await self.ended()
-        except TimeoutError:
-            self.process.kill()
-            return await self.ended()
-
-    def _end_starting(self) -> None:
-        """The same before process 1 is known. Blocks."""
-        root = processes.find(self.process.pid)
-        if root is not None and self.process.poll() is None and not self.init:
-            processes.stop_tree(root)
-            processes.end_tree(root)
-
-    def close(self) -> None:
-        """Close our descriptors. Idempotent."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
 
 def _is_bash(pid: int) -> bool:
     with contextlib.suppress(OSError):
@@ -310,7 +257,7 @@ def _is_bash(pid: int) -> bool:
     return False
 
 
-class Apptainer:
+class Apptainer(HostBackend):
     """The backend: one per process.
 
     Args:
@@ -320,33 +267,20 @@ class Apptainer:
     """
 
     name = "apptainer"
-    watch_s = 3.0
-    """Between two looks at what sandboxes have written."""
 
     def __init__(self, *, state_dir: Path | None = None, program: str | None = None) -> None:
-        self._state_dir, self.program = state_dir, program
-        self._home: Home | None = None
-        self._opening = asyncio.Lock()
-        self._live: set[ApptainerSandbox] = set()
-        self._watcher: asyncio.Task[None] | None = None
-        self._relied: dict[str, Relied] = {}
-
-    async def _open(self) -> Home:
-        async with self._opening:
-            if self._home is None:
-                self._home = await asyncio.to_thread(self._prepare)
-                self._watcher = asyncio.create_task(self._watch())
-            return self._home
+        super().__init__(state_dir)
+        self.program = program
 
     def _prepare(self) -> Home:
+        """See `HostBackend`."""
         if os.geteuid() == 0:
             raise SandboxStartError(
                 "apptainer gives root's containers root's rights: start the run as an ordinary "
                 "user, or use --sandbox bubblewrap"
             )
         self.program = self.program or find_program()
-        home = Home(self._state_dir)
-        home.guard()
+        home = super()._prepare()
         if any(mark in str(home.root) for mark in ":,"):
             home.close()
             raise SandboxStartError(f"{home.root}: apptainer binds no folder with ':' or ','")
@@ -396,18 +330,7 @@ class Apptainer:
             await asyncio.shield(in_thread(folders.remove))
             raise
         sandbox = ApptainerSandbox(self, spec, folders, tree, shell)
-        self._live.add(sandbox)
-        try:
-            sandbox.variables = await asyncio.to_thread(tree.variables)
-            if (image := str(spec.image)) not in self._relied:
-                self._relied[image] = await sandbox.listing()
-            sandbox.relied = self._relied[image]
-        except BaseException:
-            await asyncio.shield(sandbox.aclose())
-            raise
-        if spec.snapshot is not None:
-            await restored(sandbox, spec.snapshot)
-        return sandbox
+        return await self.admit(sandbox, str(spec.image), sandbox.variables)
 
     async def _put_back(self, folders: Folders, saved: Path) -> None:
         try:
@@ -443,15 +366,13 @@ class Apptainer:
 
     async def grade(self, sandbox: ApptainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
-        TaskFault."""
+        TaskFault; Unpackable; OSError."""
         folders = sandbox.folders
         stage = folders.home / name
+        if spec.image is None:
+            changes, places = Upper(folders.upper), (*spec.mounts, recipe.WORKSPACE)
+            await in_thread(grading.check_image, sandbox.relied, changes, places)
         try:
-            if spec.image is None:
-                places = (*spec.mounts, recipe.WORKSPACE, grading.HOME, grading.VERIFY)
-                found = await in_thread(replaced, sandbox.relied, Upper(folders.upper), places)
-                if found is not None:
-                    return grading.refused(f"the agent replaced {found}, which grading relies on")
             stage.mkdir(mode=0o700)
             work = partial(self._stage, sandbox, spec, stage)
             argv = await pack_in_thread(folders.workspace, work)
@@ -460,10 +381,6 @@ class Apptainer:
                 return self.start(argv, stdio)
 
             return await grading.judge(spec, stage / "ctl", launch, Container.follow)
-        except Unpackable as error:
-            return grading.refused(error)
-        except OSError as error:
-            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
         finally:
             await asyncio.shield(in_thread(remove_tree, stage))
 
@@ -475,9 +392,8 @@ class Apptainer:
         temporary = [stage / name for name in ("tmp", "shm")]
         for path in (control, verify, home, *temporary):
             path.mkdir(mode=0o700)
-        paths = grading.Paths(recipe.CONTROL, grading.HOME, grading.VERIFY, recipe.WORKSPACE)
         variables = sandbox.variables if spec.image is None else {}
-        grading.write_stage(control, verify, spec, paths, variables)
+        grading.write_stage(control, verify, spec, variables=variables)
         packing.copy(stage / "ws")
         make_overlay(stage / "over")
         binds = [
@@ -488,15 +404,7 @@ class Apptainer:
             *temporary_binds(temporary),
         ]
         for number, (place, folder) in enumerate(spec.mounts.items()):
-            shown = stage / f"mount{number}"
-            if folder and not (verify / folder).resolve().is_relative_to(verify.resolve()):
-                raise TaskFault(
-                    f"verify.mounts: {folder!r} is not a folder of the verifier's files"
-                )
-            if folder and (verify / folder).is_dir():
-                shutil.copytree(verify / folder, shown)
-            else:
-                shown.mkdir()
+            shown = grading.writable_copy(verify, folder, stage / f"mount{number}")
             binds.append(f"{shown}:{place}")
         # The agent's changes of its own image are below what the verifier writes.
         below = [f"{sandbox.folders.upper.parent}:ro"] if spec.image is None else []
@@ -509,28 +417,6 @@ class Apptainer:
             network=False,
         )
 
-    async def _watch(self) -> None:
-        """Look at sandboxes in which something runs: a limit may be exceeded at any time."""
-        while True:
-            await asyncio.sleep(self.watch_s)
-            for sandbox in [*self._live]:
-                with contextlib.suppress(SandboxError, OSError):
-                    await sandbox.look()
-
-    def forget(self, sandbox: ApptainerSandbox) -> None:
-        """A sandbox is closed."""
-        self._live.discard(sandbox)
-
-    async def aclose(self) -> None:
-        """End all sandboxes of this process."""
-        await asyncio.gather(*(sandbox.aclose() for sandbox in [*self._live]))
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
-        if self._home is not None:
-            await asyncio.to_thread(self._home.close)
-            self._home = None
-
 
 def explain(image: str, message: str) -> str:
     """Why a container did not start, in one line."""
@@ -541,10 +427,11 @@ def explain(image: str, message: str) -> str:
     return f"apptainer did not start {image}: {last}"
 
 
-class ApptainerSandbox(FolderSandbox):
+class ApptainerSandbox(HostSandbox):
     """See `base.Sandbox`."""
 
     _tree: Container
+    _backend: Apptainer
 
     def __init__(
         self,
@@ -564,24 +451,15 @@ class ApptainerSandbox(FolderSandbox):
         }
         if tree.in_namespace:
             bounds["processes"] = most.processes
-        info = SandboxInfo(backend.name, spec.image, bounds)
-        super().__init__(info, tree, shell, recipe.WORKSPACE, Beneath(folders.workspace))
-        self.spec, self.folders = spec, folders
-        self.relied = Relied((), (), (), ())
-        self.variables: Mapping[str, str] = {}
-        self._backend = backend
+        super().__init__(backend, spec, (tree, shell), bounds, Beneath(folders.workspace))
+        self.folders = folders
+        self.variables = tree.variables
         self._storage = Storage(folders.home, None, most)
 
     @property
     def host_pid(self) -> int:
         """The process id of apptainer: what an operator, or a test, may kill."""
         return self._tree.process.pid
-
-    async def listing(self) -> Relied:
-        """What verifiers rely on of the image, before an agent can change any of it."""
-        sink = HeadTail(1 << 17)
-        await self._execute("i", encode(listing_script(self.variables)), sink, 60.0)
-        return read_listing(sink.text())
 
     async def look(self) -> None:
         """Hold it against the limits of what it may write. Raises: SandboxKilled; OSError."""
@@ -603,33 +481,13 @@ class ApptainerSandbox(FolderSandbox):
         await super()._save_files(folder)
         await save_folder(self.folders.upper, folder / ROOT)
 
-    async def _after(self, ended: Ended) -> None:
-        self._raise_if_dead()
-
     def _check_workspace(self) -> None:
         if not self.folders.workspace.is_dir():
             raise SandboxDied("the workspace vanished")
 
-    async def _classify(self, lost: ShellLost) -> SandboxError:
-        """As for bubblewrap: apptainer itself is out of the agent's reach."""
-        if lost.vanished:
-            error: SandboxError = SandboxDied("the folders of the sandbox vanished")
-            await self._end(error)
-            return error
-        try:
-            async with asyncio.timeout(_END_S if self._shell.lost.is_set() else 0):
-                code = await self._tree.ended()
-        except TimeoutError:
-            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
-            await self._end(error)
-            return error
-        if code < 0:
-            return SandboxDied(f"apptainer was ended by signal {-code} from outside")
-        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
-
     async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
         return await self._backend.grade(self, spec, name)
 
-    async def _give_back(self) -> None:
-        await in_thread(self.folders.remove)
-        self._backend.forget(self)
+    def _remove(self) -> None:
+        """See `HostSandbox`."""
+        self.folders.remove()

@@ -28,19 +28,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from hermes_rl.aio import in_thread
-from hermes_rl.errors import SandboxStartError, TaskFault
+from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import grading, limits, processes, recipe, watchdog
 from hermes_rl.sandboxes.base import GradingSpec, SandboxLimits, SandboxSpec
 from hermes_rl.sandboxes.disks import Storage
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.forks import Fork
-from hermes_rl.sandboxes.grading import Unpackable
-from hermes_rl.sandboxes.image_changes import Upper, relied_on, replaced
+from hermes_rl.sandboxes.image_changes import Upper, relied_on
 from hermes_rl.sandboxes.slots import is_host_root
 from hermes_rl.sandboxes.starting import Launch, start
 
 END_S = 10.0
 """How long a bubblewrap may take to end after its process 1."""
+DYING_S = 1.0
+"""How long process 1 may take after a signal."""
 
 
 @lru_cache(maxsize=1)
@@ -168,6 +169,9 @@ class Inside:
     """What runs in a started sandbox, seen from outside: the tree of its processes (see
     `processes.Tree`)."""
 
+    in_group = False
+    """Process 1 is in a control group: the kernel may end it for its memory."""
+
     def __init__(self) -> None:
         self.init = 0
         """The host's id of process 1 of the sandbox; 0 before it is known."""
@@ -177,7 +181,7 @@ class Inside:
     @property
     def host_pid(self) -> int:
         """The process with which the sandbox ends: what an operator, or a test, may kill."""
-        raise NotImplementedError
+        return self.init
 
     def _found(self, init: int, pidfd: int) -> None:
         self.init, self._pidfd = init, pidfd
@@ -208,14 +212,14 @@ class Inside:
         """Whether process 1 runs."""
         return self._pidfd >= 0 and not _has_ended(self._pidfd)
 
-    async def ends_within(self, seconds: float) -> bool:
-        """Whether process 1 is dead by then, even if its parent has not waited for it."""
-        until = time.monotonic() + seconds
+    async def held_from_outside(self) -> str | None:
+        """Why one whose shell does not answer is not to be blamed for it; None for nothing."""
+        until = time.monotonic() + DYING_S
         while self.stands:
             if time.monotonic() > until:
-                return False
+                return None
             await asyncio.sleep(0.05)
-        return True
+        return "the launcher of the sandbox does not report its end"  # somebody stopped it
 
     async def end(self) -> int:
         """End all that runs in it. Its code, as `ended` has it."""
@@ -456,19 +460,14 @@ def verifier_mounts(lease: Lease, spec: GradingSpec, verify: Path, storage: Stor
     """
     if spec.image is None and lease.layers.upper is not None:
         image, changes = lease.layers.image, Upper(lease.storage.seen(lease.layers.upper.up))
-        search = image.env.get("PATH", recipe.PATH)
-        relied = relied_on(image.lower, image.env, search)
-        places = (*spec.mounts, grading.HOME, grading.VERIFY)
-        if (found := replaced(relied, changes, places)) is not None:
-            raise Unpackable(f"the agent replaced {found}, which grading relies on")
+        relied = relied_on(image.lower, image.env, image.env.get("PATH", recipe.PATH))
+        grading.check_image(relied, changes, spec.mounts)
     arguments = []
     for number, (place, folder) in enumerate(spec.mounts.items()):
         if not folder:
             arguments += ["--size", str(lease.spec.limits.tmp_bytes), "--tmpfs", place]
             continue
-        shown = (verify / folder).resolve()
-        if not shown.is_relative_to(verify.resolve()):
-            raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
+        shown = grading.shown_folder(verify, folder)
         shown.mkdir(parents=True, exist_ok=True)
         if lease.uid is not None:  # an overlay takes no writes to other users' files
             for path in (shown, *shown.rglob("*")):
@@ -542,7 +541,7 @@ class GradingSandbox:
         """Time for a look: its verifier runs."""
         return self._init > 0 and not self.stop.done()
 
-    async def check(self) -> None:
+    async def look(self) -> None:
         """Hold it against its limits. Raises: OSError, as without a descriptor to look with."""
         storage = self.storage
         paths = [storage.folder / name for name in ("ws", "layer/up", "root/up")]

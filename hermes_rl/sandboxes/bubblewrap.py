@@ -29,7 +29,6 @@ from hermes_rl.sandboxes import grading, limits, probe, recipe, watchdog, zygote
 from hermes_rl.sandboxes.base import (
     GradingResult,
     GradingSpec,
-    SandboxInfo,
     SandboxSnapshot,
     SandboxSpec,
 )
@@ -49,11 +48,11 @@ from hermes_rl.sandboxes.disks import Disks, Storage, detach, find_disks
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.forks import Bases, mount_as
 from hermes_rl.sandboxes.grading import Packing, pack_in_thread
+from hermes_rl.sandboxes.host import OUT_OF_MEMORY, VANISHED, HostBackend, HostSandbox
 from hermes_rl.sandboxes.images import OVERLAY_OPTIONS
 from hermes_rl.sandboxes.limits import Usage, measure
 from hermes_rl.sandboxes.probe import find_binary, reachable
 from hermes_rl.sandboxes.session import (
-    FolderSandbox,
     abandon,
     open_way_out,
     restored,
@@ -61,7 +60,7 @@ from hermes_rl.sandboxes.session import (
     start_shell,
     variables_of,
 )
-from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
+from hermes_rl.sandboxes.shell import Ended, Shell, ShellPaths, supervisor_text
 from hermes_rl.sandboxes.slots import Home, Slots, has_slots
 from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
 from hermes_rl.sandboxes.zygote import Zygote, Zygotes
@@ -77,7 +76,7 @@ DISK_S = 0.25
 """Between two looks at the free disk space."""
 
 
-class Bubblewrap:
+class Bubblewrap(HostBackend):
     """The backend: one per process.
 
     Args:
@@ -100,18 +99,14 @@ class Bubblewrap:
         cgroups: bool = True,
     ) -> None:
         self.workspace = None if workspace is None else Path(workspace)
-        self._state_dir = state_dir
+        super().__init__(state_dir)
         self._binary = binary or ""
         self._want_cgroups = cgroups
         self._cgroups = limits.Cgroups("")
         self._spawner = Spawner()
-        self._home: Home | None = None
         self._slots: Slots | None = None
         self._etc: dict[bool, Path] = {}
-        self._live: set[BubblewrapSandbox] = set()
         self._grading: set[GradingSandbox] = set()
-        self._opening = asyncio.Lock()
-        self._watcher: asyncio.Task[None] | None = None
         self._overlay = True
         self._in_memory = False  # as at the start: the zygote sees the folders of that moment
         self._disks: Disks | None = None
@@ -120,18 +115,8 @@ class Bubblewrap:
         self._recycled = Recycled()
         self._zygotes: Zygotes | None = None
 
-    async def _open(self) -> Home:
-        """Once: clean up after others that are gone, then make what all sandboxes share."""
-        async with self._opening:
-            if self._home is None:
-                # A cancelled caller waits for it: the next one, or `aclose`, finds what was made.
-                await in_thread(self._prepare)
-            assert self._home is not None
-            if self._watcher is None or self._watcher.done():
-                self._watcher = asyncio.create_task(self._watch(self._home))
-            return self._home
-
-    def _prepare(self) -> None:
+    def _prepare(self) -> Home:
+        """See `HostBackend`."""
         if self._want_cgroups:
             self._cgroups = limits.detect()
         home = Home(self._state_dir)
@@ -168,7 +153,7 @@ class Bubblewrap:
         except BaseException:
             home.close()
             raise
-        self._home = home
+        return home
 
     async def lease(self, spec: SandboxSpec) -> BubblewrapSandbox:
         """Start a sandbox.
@@ -199,7 +184,7 @@ class Bubblewrap:
             raise
         sandbox = BubblewrapSandbox(self, lease, inside, shell)
         sandbox.egress = egress
-        self._live.add(sandbox)
+        self.live.add(sandbox)
         if spec.snapshot is not None:
             await restored(sandbox, spec.snapshot)
         return sandbox
@@ -505,7 +490,7 @@ class Bubblewrap:
         reserve, look = limits.Reserve(home.boxes), clock() + WATCH_S
         while True:
             await asyncio.sleep(DISK_S)
-            sandboxes: list[BubblewrapSandbox | GradingSandbox] = [*self._live, *self._grading]
+            sandboxes: list[BubblewrapSandbox | GradingSandbox] = [*self.live, *self._grading]
             try:
                 due = reserve.fell() or clock() >= look
                 left = reserve.short(lambda: sum(sandbox.held() for sandbox in sandboxes))  # noqa: B023
@@ -515,7 +500,7 @@ class Bubblewrap:
                 look = clock() + WATCH_S
                 for sandbox in sandboxes:
                     if left is not None or sandbox.due():
-                        await _try(sandbox.check())
+                        await _try(sandbox.look())
             if left is not None and sandboxes:
                 await _try(_relieve(sandboxes, left))
 
@@ -530,7 +515,7 @@ class Bubblewrap:
         if not (usable and self._home is not None and await self._recycled.keep(lease)):
             await self._remove(lease)
         if sandbox is not None:
-            self._live.discard(sandbox)
+            self.live.discard(sandbox)
 
     async def _remove(self, lease: Lease) -> None:
         self._recycled.forget(lease)
@@ -540,21 +525,17 @@ class Bubblewrap:
 
     async def aclose(self) -> None:
         """End all sandboxes of this process."""
-        await asyncio.gather(*(sandbox.aclose() for sandbox in self._live))
+        await asyncio.gather(*(sandbox.aclose() for sandbox in [*self.live]))
         for lease in self._recycled.drain():
             await self._remove(lease)
         if self._zygotes is not None:
             await asyncio.to_thread(self._zygotes.close)
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
         if self._bases is not None and self._bases.namespaces:
             self._bases.close()
-        if self._home is not None:
-            await asyncio.to_thread(self._home.close)
-            self._home = None
-            if self._slots is not None:
-                self._slots.close()
+        opened = self._home is not None
+        await super().aclose()
+        if opened and self._slots is not None:
+            self._slots.close()
         self._spawner.close()
 
 
@@ -597,24 +578,19 @@ def _remove(lease: Lease) -> None:
         watchdog.remove_tree(lease.small)
 
 
-GONE_S, DYING_S = 5.0, 1.0
-"""How long a bubblewrap may take to end after its supervisor, and process 1 after a signal."""
 IDLE_S = 30.0
 """Between two looks at a sandbox in which no command runs."""
-_VANISHED = "the folders of the sandbox vanished"
 
 
-class BubblewrapSandbox(FolderSandbox):
+class BubblewrapSandbox(HostSandbox):
     """See `base.Sandbox`."""
 
-    _tree: Inside
+    _backend: Bubblewrap
 
     def __init__(self, backend: Bubblewrap, lease: Lease, outer: Inside, shell: Shell) -> None:
-        image = lease.spec.image
-        info = SandboxInfo(backend.name, image, backend.limits_in_force(lease))
         files = Beneath(lease.workspace, lease.uid)
-        super().__init__(info, outer, shell, recipe.WORKSPACE, files)
-        self._backend = backend
+        bounds = backend.limits_in_force(lease)
+        super().__init__(backend, lease.spec, (outer, shell), bounds, files)
         self._lease = lease
         # In a control group the kernel counts its own; to ask of the machine is dear.
         self._machine_kills = 0 if lease.cgroup else limits.machine_kills()
@@ -646,18 +622,17 @@ class BubblewrapSandbox(FolderSandbox):
 
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and self._out_of_memory():
-            await self._end(SandboxKilled("the sandbox ran out of memory"))
-            self._raise_if_dead()
+            await self._end(SandboxKilled(OUT_OF_MEMORY))
         if not os.path.isdir(self._lease.box):
-            await self._end(SandboxDied(_VANISHED))
-            self._raise_if_dead()
+            await self._end(SandboxDied(VANISHED))
+        self._raise_if_dead()
         if asyncio.get_running_loop().time() - self._looked >= self._slack:
-            await self.check()
+            await self.look()
 
     def _out_of_memory(self) -> bool:
         return any(limits.out_of_memory(path) for path in self._lease.cgroup)
 
-    async def check(self) -> None:
+    async def look(self) -> None:
         """Hold the sandbox against its limits. Raises: SandboxKilled when one is exceeded,
         SandboxDied when its workspace vanished."""
         if self._lease.host is not None:  # the user's own files are neither counted nor touched
@@ -699,33 +674,13 @@ class BubblewrapSandbox(FolderSandbox):
         """End it, the one that holds most of the machine's disk, before that is full."""
         await self._end(SandboxKilled(why))
 
-    async def _classify(self, lost: ShellLost) -> SandboxError:
-        """The outer bubblewrap, or process 1 of a zygote's sandbox, is out of the agent's reach: a
-        signal to it is the host's doing. While it runs, or when it has ended by itself, the agent
-        did it."""
-        if lost.vanished:  # it is read-only in the sandbox
-            error: SandboxError = SandboxDied(_VANISHED)
-            await self._end(error)
-            return error
-        try:
-            async with asyncio.timeout(GONE_S if self._shell.lost.is_set() else 0):
-                code = await self._tree.ended()
-        except TimeoutError:
-            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
-            if await self._tree.ends_within(DYING_S):  # whoever waits for it was stopped
-                error = SandboxDied("the launcher of the sandbox does not report its end")
-            await self._end(error)
-            return error
-        in_group = isinstance(self._tree, zygote.Clone)  # where the kernel may end it for memory
-        if code < 0 and not (in_group and self._out_of_memory()):
-            return SandboxDied(f"the sandbox was ended by signal {-code} from outside")
+    def _gone(self) -> str | None:
+        """See `HostSandbox`."""
         if not self._lease.intact:
-            return SandboxDied(_VANISHED)
-        if self._out_of_memory():
-            return SandboxKilled("the sandbox ran out of memory")
+            return VANISHED
         if not self._lease.cgroup and limits.machine_kills() > self._machine_kills:
-            return SandboxDied("the machine ran out of memory and ended the sandbox, or another")
-        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
+            return "the machine ran out of memory and ended the sandbox, or another"
+        return None
 
     async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
         return await self._backend.grade(self._lease, spec, name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.locks import lock_within
-from hermes_rl.sandboxes.engine import Engine, EngineError
+from hermes_rl.sandboxes.engine import Engine
 from hermes_rl.sandboxes.images import BuildOptions, ImageStore, find_program
 from hermes_rl.sandboxes.programs import BuildFailed
 
@@ -125,7 +125,7 @@ class ImageBuilds:
                 with tempfile.TemporaryDirectory() as folder:
                     store.save_built(name, Path(folder, "image"))
                     self._engine.load(Path(folder, "image"))
-        except (HermesError, OSError, EngineError) as error:
+        except (HermesError, OSError) as error:
             if store.stopped:
                 raise
             log = store.keep_log(name, self._unshown(f"{getattr(error, 'log', '')}\n{error}\n"))

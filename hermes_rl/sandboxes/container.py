@@ -21,7 +21,7 @@ from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes import limits, processes, recipe
 from hermes_rl.sandboxes.base import SandboxSpec
-from hermes_rl.sandboxes.box import gone
+from hermes_rl.sandboxes.box import Inside, gone
 from hermes_rl.sandboxes.engine import Engine, EngineError
 from hermes_rl.sandboxes.grading import MAX_BYTES
 from hermes_rl.sandboxes.slots import trusted_folder
@@ -49,10 +49,13 @@ _FOLDER = 1 << 31
 """The bit of a mode that Go's os.FileMode has for folders."""
 
 
-class ContainerTree:
-    """A started container (see `processes.Tree`)."""
+class ContainerTree(Inside):
+    """A started container."""
+
+    in_group = True
 
     def __init__(self, engine: Engine, name: str) -> None:
+        super().__init__()
         self.name = name
         self._groups: list[str] = []
         self._out_of_memory = False
@@ -61,11 +64,8 @@ class ContainerTree:
         """The session's workspace, open: it stays after the container's end."""
         self.uid = 0
         """The host's id of its user."""
-        self.init = 0
         self.reachable = True
         """We may signal its processes and see its files from the host."""
-        self._pidfd = -1
-        self._supervisor = 0
         self._pump: asyncio.Task[None] | None = None
         self._code: int | None = None
         self._asking = asyncio.Lock()
@@ -105,10 +105,9 @@ class ContainerTree:
                 "sandboxes need an engine of the same machine"
             )
         with contextlib.suppress(ProcessLookupError):  # then it has ended already
-            self._pidfd = os.pidfd_open(pid)
             self.uid = os.stat(f"/proc/{pid}").st_uid
             self._groups = limits.memory_groups(pid)
-            self.init = pid
+            self._found(pid, os.pidfd_open(pid))
             self.reachable = os.access(f"/proc/{pid}/root", os.R_OK)
 
     def send(self, processes_: Iterable[processes.Proc], number: int) -> None:
@@ -178,17 +177,10 @@ class ContainerTree:
             self._out_of_memory = any(limits.out_of_memory(path) for path in self._groups)
         return self._out_of_memory
 
-    def orphans(self) -> processes.Snapshot:
-        """Children of process 1."""
-        return processes.snapshot(self._children(), below=False)
-
     def others_run(self) -> bool:
         """Whether anything runs beside the shell, and what passes the channel on."""
         alive = processes.snapshot(self._children()[2:], below=False).alive
         return bool(alive or processes.children(self.supervisor()))
-
-    def _children(self) -> list[int]:
-        return processes.children(self.init) if self.init else []
 
     def end_process(self, inside: int) -> None:
         """See `processes.Tree`."""
@@ -228,9 +220,8 @@ class ContainerTree:
     def _kill(self) -> None:
         if not (self.init and self.reachable):
             self._kill_by_engine()
-        elif self._code is None:
-            with contextlib.suppress(OSError):
-                os.kill(self.init, signal.SIGKILL)
+        else:
+            self._end_init()
 
     def _kill_by_engine(self) -> None:
         """Also one that somebody paused: it takes no signal until it resumes."""
@@ -238,20 +229,20 @@ class ContainerTree:
             with contextlib.suppress(EngineError):
                 self._engine.request("POST", f"/containers/{self.name}/{verb}")
 
-    def held_from_outside(self) -> str | None:
-        """Why a container that does not answer is not to be blamed for it; None for nothing."""
+    async def held_from_outside(self) -> str | None:
+        """See `Inside`."""
         try:
-            paused = self._show()["State"].get("Paused")
+            paused = (await in_thread(self._show))["State"].get("Paused")
         except EngineError as error:
             return str(error)
         return f"container {self.name} was paused from outside" if paused else None
 
     def close(self) -> None:
         """Close our descriptors. Idempotent."""
-        for fd in (self._pidfd, self.workspace):
-            if fd >= 0:
-                os.close(fd)
-        self._pidfd = self.workspace = -1
+        super().close()
+        if self.workspace >= 0:
+            os.close(self.workspace)
+        self.workspace = -1
         if self._pump is not None:
             self._pump.cancel()
 

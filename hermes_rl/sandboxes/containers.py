@@ -30,14 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import (
-    SandboxDied,
-    SandboxError,
     SandboxKilled,
     SandboxStartError,
     TaskFault,
 )
 from hermes_rl.sandboxes import grading, recipe, snapshots
-from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
+from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxSpec
 from hermes_rl.sandboxes.container import (
     KILLED,
     KILLED_INSIDE,
@@ -45,29 +43,20 @@ from hermes_rl.sandboxes.container import (
     ContainerTree,
     Held,
 )
-from hermes_rl.sandboxes.engine import Engine, EngineError, EngineImage
+from hermes_rl.sandboxes.engine import Engine, EngineImage
 from hermes_rl.sandboxes.files import DOWNLOAD_MAX, Beneath
-from hermes_rl.sandboxes.image_changes import (
-    Relied,
-    Replaced,
-    listing_script,
-    read_listing,
-    replaced,
-)
+from hermes_rl.sandboxes.grading import Unpackable
+from hermes_rl.sandboxes.host import HostBackend, HostSandbox
+from hermes_rl.sandboxes.image_changes import Replaced
 from hermes_rl.sandboxes.session import (
-    FolderSandbox,
-    encode,
     open_way_out,
-    restored,
     start_shell,
     variables_of,
 )
 from hermes_rl.sandboxes.shell import (
-    Ended,
     HeadTail,
     IntoFile,
     Shell,
-    ShellLost,
     ShellPaths,
     supervisor_text,
 )
@@ -82,14 +71,10 @@ _log = logging.getLogger(__name__)
 
 _REMOVED = "removed"
 """The file of a snapshot that names what was removed of the image."""
-_ENDED_S = 10.0
-"""How long a container may take to end after its shell."""
-WATCH_S = 5.0
-"""Between two looks at the size of containers in which a command runs."""
 _CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 """What package managers and `su` need inside a container; no other is left to its root."""
 
-_PLACES = (recipe.WORKSPACE, recipe.CONTROL, recipe.STATE, grading.HOME, grading.VERIFY)
+_PLACES = (recipe.WORKSPACE, recipe.CONTROL, recipe.STATE)
 """Where grading has folders of its own, or the agent's workspace."""
 
 _INIT = f"""\
@@ -107,7 +92,7 @@ exit $((code == {KILLED} ? {KILLED_INSIDE} : code))
 """Process 1: passes the channel's lines on, and ends, with all others, at the channel's end."""
 
 
-class Containers:
+class Containers(HostBackend):
     """The backends `docker` and `podman`: one per process.
 
     Args:
@@ -118,32 +103,21 @@ class Containers:
             temporary folder.
     """
 
+    watch_s = 5.0
+
     def __init__(
         self, name: str, *, socket_path: str | None = None, state_dir: Path | None = None
     ) -> None:
+        super().__init__(state_dir)
         self.name = name
         self._socket_path = socket_path
-        self._state_dir = state_dir
-        self._home: Home | None = None
-        self._opening = asyncio.Lock()
         self._images: dict[str, asyncio.Task[EngineImage]] = {}
-        self._relied: dict[str, Relied] = {}
-        self._live: set[ContainerSandbox] = set()
-        self._watcher: asyncio.Task[None] | None = None
-
-    async def _open(self) -> Home:
-        async with self._opening:
-            if self._home is None:
-                self._home = await asyncio.to_thread(self._prepare)
-                self._watcher = asyncio.create_task(self._watch())
-            return self._home
 
     def _prepare(self) -> Home:
+        """See `HostBackend`."""
         self.engine = Engine(self.name, self._socket_path)
         self.engine.version()
-        home = Home(self._state_dir)
-        home.guard()
-        return home
+        return super()._prepare()
 
     async def image(self, name: str) -> EngineImage:
         """An image; pulled when it is missing. Raises: TaskFault, SandboxStartError."""
@@ -198,15 +172,7 @@ class Containers:
             raise
         sandbox = ContainerSandbox(self, spec, image, held, tree, shell)
         sandbox.egress = egress
-        self._live.add(sandbox)
-        try:
-            sandbox.relied = await self._relied_of(image, sandbox)
-        except BaseException:
-            await asyncio.shield(sandbox.aclose())
-            raise
-        if spec.snapshot is not None:
-            await restored(sandbox, spec.snapshot)
-        return sandbox
+        return await self.admit(sandbox, image.id, image.root.env)
 
     async def _start(
         self,
@@ -270,31 +236,19 @@ class Containers:
             },
         }
 
-    async def _relied_of(self, image: EngineImage, sandbox: ContainerSandbox) -> Relied:
-        """What verifiers rely on of an image, before an agent can change any of it."""
-        if image.id not in self._relied:
-            self._relied[image.id] = await sandbox.relied_on(image.root.env)
-        return self._relied[image.id]
-
     async def grade(self, sandbox: ContainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
         TaskFault when its image is missing."""
         held = sandbox.held
-        try:
-            # Commits and archives write the holes of files too.
-            if (excess := await sandbox.excess()) is not None:
-                return grading.refused(f"the agent's sandbox {excess}")
-            if spec.image is not None:
-                if not await in_thread(held.is_folder, recipe.WORKSPACE):
-                    return grading.refused(f"the agent replaced {recipe.WORKSPACE}")
-                named = await self.image(spec.image)
-                return await self._judge(sandbox, spec, name, named)
-            changes = await in_thread(Changes, held)
-            found = await in_thread(replaced, sandbox.relied, changes, (*spec.mounts, *_PLACES))
-            if found is not None:
-                return grading.refused(f"the agent replaced {found}, which grading relies on")
-        except EngineError as error:
-            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
+        # Commits and archives write the holes of files too.
+        if (excess := await sandbox.excess()) is not None:
+            raise Unpackable(f"the agent's sandbox {excess}")
+        if spec.image is not None:
+            if not await in_thread(held.is_folder, recipe.WORKSPACE):
+                raise Unpackable(f"the agent replaced {recipe.WORKSPACE}")
+            return await self._judge(sandbox, spec, name, await self.image(spec.image))
+        changes, places = await in_thread(Changes, held), (*spec.mounts, *_PLACES)
+        await in_thread(grading.check_image, sandbox.relied, changes, places)
         try:
             return await self._judge(sandbox, spec, name, None)
         except (SandboxStartError, TaskFault):
@@ -303,7 +257,8 @@ class Containers:
         try:
             return await self._judge(sandbox, spec, name, None)
         except (SandboxStartError, TaskFault) as error:
-            return grading.refused(f"no grading sandbox starts over what the agent left: {error}")
+            why = f"no grading sandbox starts over what the agent left: {error}"
+            raise Unpackable(why) from error
 
     async def _judge(
         self,
@@ -339,7 +294,8 @@ class Containers:
                 if not folder:
                     host["Tmpfs"][place] = f"exec,mode=0777,size={size}"
                     continue
-                shown = await in_thread(_writable_copy, verify, folder, held.home / name)
+                copied = held.home / name / "mounts" / folder
+                shown = await in_thread(grading.writable_copy, verify, folder, copied)
                 host["Binds"].append(f"{shown}:{place}")
 
             async def launch(stdio: socket.socket) -> ContainerTree:
@@ -349,40 +305,17 @@ class Containers:
                 )
 
             return await grading.judge(spec, control, launch, any_user=True)
-        except EngineError as error:
-            raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
         except OSError as error:
             raise SandboxStartError(f"a grading sandbox cannot be made: {error}") from error
         finally:
             await asyncio.shield(in_thread(held.remove_grading, name))
 
-    async def _watch(self) -> None:
-        """Look at containers in which something runs: a limit may be exceeded at any time."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            for sandbox in [*self._live]:
-                with contextlib.suppress(SandboxError, EngineError):
-                    await sandbox.look()
 
-    def forget(self, sandbox: ContainerSandbox) -> None:
-        """A sandbox is closed."""
-        self._live.discard(sandbox)
-
-    async def aclose(self) -> None:
-        """End all sandboxes of this process."""
-        await asyncio.gather(*(sandbox.aclose() for sandbox in [*self._live]))
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
-        if self._home is not None:
-            await asyncio.to_thread(self._home.close)
-            self._home = None
-
-
-class ContainerSandbox(FolderSandbox):
+class ContainerSandbox(HostSandbox):
     """See `base.Sandbox`."""
 
     _tree: ContainerTree
+    _backend: Containers
 
     def __init__(
         self,
@@ -405,25 +338,16 @@ class ContainerSandbox(FolderSandbox):
         }
         if limits.cpus:
             bounds["cpus"] = limits.cpus
-        info = SandboxInfo(backend.name, spec.image, bounds)
         folder = Path(f"/proc/self/fd/{tree.workspace}")
         files = Beneath(folder, tree.uid if os.geteuid() == 0 else None)
-        super().__init__(info, tree, shell, recipe.WORKSPACE, files)
-        self.spec, self.image, self.held = spec, image, held
-        self.relied = Relied((), (), (), ())
-        self._backend = backend
+        super().__init__(backend, spec, (tree, shell), bounds, files)
+        self.image, self.held = image, held
         self._fetched = False
 
     @property
     def container(self) -> str:
         """The container's name: what an operator, or a test, may kill."""
         return self._tree.name
-
-    async def relied_on(self, env: Mapping[str, str]) -> Relied:
-        """What verifiers rely on of the image, whose variables are `env`."""
-        sink = HeadTail(1 << 17)
-        await self._execute("i", encode(listing_script(env)), sink, 60.0)
-        return read_listing(sink.text())
 
     async def _save_files(self, folder: Path) -> None:
         """See `ShellSandbox`. All that was changed of the image, the workspace among it, packed
@@ -499,60 +423,23 @@ class ContainerSandbox(FolderSandbox):
         written, limit = await in_thread(self.held.written), self.spec.limits.workspace_bytes
         return f"exceeded its limits: {written} bytes written" if written > limit else None
 
-    async def _after(self, ended: Ended) -> None:
-        if ended.exit_code and self._tree.out_of_memory():
-            await self._end(SandboxKilled("the sandbox ran out of memory"))
-        self._raise_if_dead()
+    def _out_of_memory(self) -> bool:
+        """See `HostSandbox`."""
+        return self._tree.out_of_memory()
 
     def _check_workspace(self) -> None:
         """It lies in the container, which only the host can remove."""
 
-    async def _classify(self, lost: ShellLost) -> SandboxError:
-        if lost.vanished:  # it is read-only in the sandbox
-            error: SandboxError = SandboxDied("the folders of the sandbox vanished")
-            await self._end(error)
-            return error
-        try:
-            async with asyncio.timeout(_ENDED_S if self._shell.lost.is_set() else 0):
-                code = await self._tree.ended()
-        except TimeoutError:
-            error = SandboxKilled(f"the shell of the sandbox no longer answers: {lost}")
-            if (why := await in_thread(self._tree.held_from_outside)) is not None:
-                error = SandboxDied(why)
-            await self._end(error)
-            return error
-        if self._tree.out_of_memory():
-            return SandboxKilled("the sandbox ran out of memory")
-        if code < 0:
-            return SandboxDied(f"container {self.container} was ended from outside")
-        return SandboxKilled(f"the shell of the sandbox was killed (exit {code})")
-
     async def _grade(self, spec: GradingSpec, name: str) -> GradingResult:
         return await self._backend.grade(self, spec, name)
 
-    async def _give_back(self) -> None:
-        await in_thread(self.held.remove)
-        self._backend.forget(self)
+    def _remove(self) -> None:
+        """See `HostSandbox`."""
+        self.held.remove()
 
 
 def _is_mounted(path: str) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in _MOUNTED)
-
-
-def _writable_copy(verify: Path, folder: str, under: Path) -> Path:
-    """A copy of a folder of the verifier's files that everybody may write. Raises: TaskFault."""
-    shown = (verify / folder).resolve()
-    if not shown.is_relative_to(verify.resolve()):
-        raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
-    copied = under / "mounts" / folder
-    copied.parent.mkdir(parents=True, exist_ok=True)
-    if shown.is_dir():
-        shutil.copytree(shown, copied)
-    else:
-        copied.mkdir()
-    for path in (copied, *copied.rglob("*")):
-        path.chmod(0o777)
-    return copied
 
 
 class Changes:

@@ -28,7 +28,7 @@ _HEADER = 8
 """Bytes before each piece of a container's output: its stream, three zeros, its length."""
 
 
-class EngineError(Exception):
+class EngineError(OSError):
     """An engine refused a request.
 
     Args:
@@ -113,6 +113,8 @@ class Engine:
                             raise EngineError(0, f"more than {most} bytes")
                 return None
             text = answer.read()
+        except EngineError:
+            raise
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(0, f"{self.name} does not answer at {self.path}: {error}") from error
         finally:

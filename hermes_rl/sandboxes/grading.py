@@ -19,13 +19,14 @@ import errno
 import os
 import posixpath
 import shlex
+import shutil
 import socket
 import stat
 import struct
 import tarfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault
 from hermes_rl.sandboxes.base import MAX_OUTPUT_BYTES, GradingResult, GradingSpec
-from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR, is_opaque
+from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR, Changes, Relied, is_opaque, replaced
 from hermes_rl.sandboxes.processes import Tree
 from hermes_rl.sandboxes.recipe import CONTROL, PATH, WORKSPACE
 from hermes_rl.sandboxes.shell import DRAIN_PAUSE_S, LINE_MAX, HeadTail, Pipe
@@ -140,6 +141,37 @@ def write_stage(
             os.chmod(path, 0o755)
     for name in ("start", "script"):
         os.chmod(control / name, 0o644)
+
+
+def shown_folder(verify: Path, folder: str) -> Path:
+    """A folder of the verifier's files that is mounted elsewhere. Raises: TaskFault."""
+    shown = (verify / folder).resolve()
+    if not shown.is_relative_to(verify.resolve()):
+        raise TaskFault(f"verify.mounts: {folder!r} is not a folder of the verifier's files")
+    return shown
+
+
+def writable_copy(verify: Path, folder: str, copied: Path) -> Path:
+    """Copy it, or make an empty one, for a verifier that may write in it. Raises: TaskFault."""
+    if folder and (shown := shown_folder(verify, folder)).is_dir():
+        shutil.copytree(shown, copied)
+    else:
+        copied.mkdir(parents=True)
+    for path in (copied, *copied.rglob("*")):
+        path.chmod(0o777)
+    return copied
+
+
+def check_image(relied: Relied, changes: Changes, places: Iterable[str]) -> None:
+    """Raises: Unpackable when an agent left an image in which no verifier can be trusted to start.
+
+    Args:
+        relied: what the image had.
+        changes: what the agent changed of it.
+        places: of folders that are mounted for the verifier.
+    """
+    if (found := replaced(relied, changes, (*places, HOME, VERIFY))) is not None:
+        raise Unpackable(f"the agent replaced {found}, which grading relies on")
 
 
 def refused(reason: object) -> GradingResult:

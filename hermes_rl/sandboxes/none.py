@@ -31,7 +31,8 @@ from hermes_rl.sandboxes import grading, processes, recipe
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.box import exited
 from hermes_rl.sandboxes.files import Beneath
-from hermes_rl.sandboxes.grading import Unpackable, pack_in_thread
+from hermes_rl.sandboxes.grading import pack_in_thread
+from hermes_rl.sandboxes.host import HostBackend
 from hermes_rl.sandboxes.session import (
     FolderSandbox,
     restored,
@@ -87,12 +88,7 @@ class PlainSandbox(FolderSandbox):
         for path in (stage, control, verify, home):
             path.mkdir(mode=0o755)
         workspace = stage / "ws"
-        try:
-            await pack_in_thread(self._files.folder, lambda packing: packing.copy(workspace))
-        except Unpackable as error:
-            return grading.refused(error)
-        except OSError as error:
-            raise SandboxStartError(f"the workspace cannot be copied: {error}") from error
+        await pack_in_thread(self._files.folder, lambda packing: packing.copy(workspace))
         paths = grading.Paths(str(control), str(home), str(verify), str(workspace))
         script = spec.script.replace("/workspace", paths.workspace).replace("/verify", paths.verify)
         extra = {MARK: str(box)}
@@ -109,7 +105,8 @@ class PlainSandbox(FolderSandbox):
     async def _close(self) -> None:
         """End what runs, then remove the folders: one way through a thread, not three."""
         self._error = self._error or SandboxDied("the sandbox is closed")
-        self._background.close()
+        if self._background is not None:
+            self._background.close()
         idle = self._shell.idle
         self._shell.close()
 
@@ -237,7 +234,7 @@ def find_bash() -> str:
     return found
 
 
-class Subprocess:
+class Subprocess(HostBackend):
     """The backend `none`: one per process.
 
     Args:
@@ -248,9 +245,7 @@ class Subprocess:
     name = "none"
 
     def __init__(self, *, state_dir: Path | None = None) -> None:
-        self._state_dir = state_dir
-        self._home: Home | None = None
-        self._opening = asyncio.Lock()
+        super().__init__(state_dir)
 
     async def lease(self, spec: SandboxSpec) -> PlainSandbox:
         """Start a shell. Raises: SandboxStartError; TaskFault when an image is asked for."""
@@ -258,11 +253,9 @@ class Subprocess:
             raise TaskFault(f"image {spec.image!r}: the sandbox 'none' has no images")
         if not isinstance(spec.network, bool):
             raise SandboxStartError("the sandbox 'none' cannot limit the network to hosts")
-        async with self._opening:
-            if self._home is None:
-                self._home = await asyncio.to_thread(self._prepare)
-        box = self._home.new_box()
-        memory = self._home.memory_folder(box)
+        home = await self._open()
+        box = home.new_box()
+        memory = home.memory_folder(box)
         try:
             sandbox = PlainSandbox(box, memory, *await self._start(box, memory, spec))
         except BaseException:
@@ -273,8 +266,8 @@ class Subprocess:
         return sandbox
 
     def _prepare(self) -> Home:
-        home = Home(self._state_dir)
-        home.guard()
+        """See `HostBackend`."""
+        home = super()._prepare()
         self._supervisor = home.new_box() / "supervisor"
         self._supervisor.write_text(supervisor_text())
         return home
@@ -301,12 +294,6 @@ class Subprocess:
             launch,
             explain=lambda error: f"the shell did not start: {error}",
         )
-
-    async def aclose(self) -> None:
-        """Give the state folder up; all sandboxes are closed by their owners."""
-        if self._home is not None:
-            await asyncio.to_thread(self._home.close)
-            self._home = None
 
 
 def _remove(memory: Path, box: Path) -> None:

@@ -329,7 +329,7 @@ class Shell:
     def __init__(self, channel: socket.socket, paths: ShellPaths, jobs: Jobs) -> None:
         self.paths = paths
         self.lost = asyncio.Event()
-        self.on_process: Callable[[bytes, int, int], None] = lambda kind, number, value: None
+        self.on_process: Callable[[bytes, int, int], None] | None = None
         self._channel = channel
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
@@ -618,7 +618,7 @@ class Shell:
             self._answer, self._awaited = (int(ended[1]), ended[2]), False
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(True)
-        elif event := _PROCESS_EVENT.fullmatch(line):
+        elif self.on_process is not None and (event := _PROCESS_EVENT.fullmatch(line)):
             self.on_process(event[1], int(event[2]), int(event[3]))
         else:
             raise ValueError(repr(line[:40]))

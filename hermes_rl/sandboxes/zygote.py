@@ -230,16 +230,13 @@ def _join(strings: Sequence[str]) -> bytes:
 class Clone(Inside):
     """A sandbox that a zygote started: its process 1 is the zygote's child."""
 
+    in_group = True
+
     def __init__(self, zygote: Zygote, pid: int, pidfd: int, status: asyncio.Future[int]) -> None:
         super().__init__()
         self._zygote = zygote
         self._status = status
         self._found(pid, pidfd)
-
-    @property
-    def host_pid(self) -> int:
-        """See `Inside`."""
-        return self.init
 
     async def end(self) -> int:
         """See `processes.Tree`."""

@@ -186,7 +186,7 @@ async def test_limits_hold(backend: WithImage) -> None:
 async def test_a_workspace_over_its_limit_is_ended(
     backend: WithImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hermes_rl.sandboxes.containers.WATCH_S", 0.2)
+    monkeypatch.setattr(Containers, "watch_s", 0.2)
     limits = SandboxLimits(workspace_bytes=20 * MB)
     async with await backend.lease(SandboxSpec(lease="large", limits=limits)) as sandbox:
         with pytest.raises(SandboxKilled, match="exceeded"):
@@ -196,7 +196,7 @@ async def test_a_workspace_over_its_limit_is_ended(
 async def test_what_runs_in_the_background_is_counted_too(
     backend: WithImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hermes_rl.sandboxes.containers.WATCH_S", 0.2)
+    monkeypatch.setattr(Containers, "watch_s", 0.2)
     limits = SandboxLimits(workspace_bytes=20 * MB)
     async with await backend.lease(SandboxSpec(lease="later", limits=limits)) as sandbox:
         await sandbox.run("(head -c 40M /dev/zero >big; sleep 100) >/dev/null 2>&1 &", timeout_s=60)

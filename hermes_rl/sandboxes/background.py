@@ -1,0 +1,151 @@
+"""Background processes of a sandbox: their pipes on the host, and what the supervisor reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from hermes_rl.sandboxes.shell import (
+    CHUNK,
+    END_S,
+    HeadTail,
+    Pipe,
+    Shell,
+    ShellSession,
+    make_fifo,
+)
+
+KEPT = 200_000
+"""Bytes of unread output that are kept: the beginning and the end."""
+PAUSE_S = 0.02
+
+
+class BackgroundProcess:
+    """One of them (see `base.Process`)."""
+
+    def __init__(self, shell: Shell, number: int, end: Callable[[int], None]) -> None:
+        self.pid = 0
+        self._shell = shell
+        self._number = number
+        self._end = end
+        self._code: int | None = None
+        self._done = asyncio.Event()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._output = HeadTail(KEPT)
+        control, any_user = shell.paths.control, shell.paths.any_user
+        mode = 0o644 if any_user else 0o640
+        self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, mode)
+        self._pipe = Pipe(control, f"p{number}.out", any_user=any_user)
+        self._loop = asyncio.get_running_loop()
+        self._pump()
+
+    def take(self, kind: bytes, value: int) -> None:
+        """Take what the supervisor reports: P with the process id, X with the exit code.
+
+        Raises: ValueError when it has reported that already.
+        """
+        if kind == b"P" and not self.started.done():
+            self.pid = value
+            self.started.set_result(None)
+        elif kind == b"X" and self.started.done() and self._code is None:
+            self._code = value
+            self._done.set()
+        else:
+            raise ValueError(f"process {self._number} once more")
+
+    def lost(self) -> None:
+        """The sandbox is gone."""
+        if self._code is None:
+            self._code = 137
+        if not self.started.done():
+            self.started.cancel()
+        self._done.set()
+
+    def _pump(self) -> None:
+        """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
+        before = self._output.total
+        self._pipe.read_into(self._output, CHUNK)
+        if self._output.total == before and self._done.is_set():
+            self.close()
+        if self._in >= 0:
+            self._loop.call_later(PAUSE_S, self._pump)
+
+    async def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        if self._shell.lost.is_set():
+            self.lost()
+        return self._code
+
+    async def write(self, data: bytes) -> None:
+        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        view = memoryview(data)
+        while view:
+            if await self.poll() is not None or self._in < 0:
+                raise BrokenPipeError("the process has ended")
+            try:
+                view = view[os.write(self._in, view) :]
+            except BlockingIOError:
+                await asyncio.sleep(PAUSE_S)
+
+    async def read(self) -> bytes:
+        """Output since the last read."""
+        self._pipe.read_into(self._output, 16 * CHUNK)
+        output, self._output = self._output, HeadTail(KEPT)
+        return b"".join(output.parts())
+
+    async def kill(self) -> None:
+        """End its whole process tree."""
+        if await self.poll() is None:
+            await asyncio.to_thread(self._end, self.pid)
+            try:
+                async with asyncio.timeout(END_S):
+                    await self._done.wait()
+            except TimeoutError:  # the agent ended what would have reported it
+                self.lost()
+
+    def close(self) -> None:
+        """Close and remove its pipes."""
+        self._pipe.close()
+        if self._in >= 0:
+            os.close(self._in)
+            self._in = -1
+        for kind in ("in", "cmd"):
+            (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
+
+
+class Background:
+    """All background processes of one session."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._processes: dict[int, BackgroundProcess] = {}
+        self._made = 0
+        shell.on_process = self._take
+
+    def _take(self, kind: bytes, number: int, value: int) -> None:
+        process = self._processes.get(number)
+        if process is None:
+            raise ValueError(f"process {number} is unknown")
+        process.take(kind, value)
+
+    async def start(
+        self, text: bytes, end: Callable[[int], None], session: ShellSession | None = None
+    ) -> BackgroundProcess:
+        """Start one in the session's present state. Raises: ShellLost."""
+        self._shell.check_control()
+        self._made += 1
+        number = self._made
+        command = self._shell.paths.control / f"p{number}.cmd"
+        command.write_bytes(text)
+        command.chmod(0o644)
+        process = self._processes[number] = BackgroundProcess(self._shell, number, end)
+        await self._shell.background(number, process.started, session)
+        return process
+
+    def close(self) -> None:
+        """The session is over."""
+        for process in self._processes.values():
+            process.lost()
+            process.close()
+        self._processes.clear()
