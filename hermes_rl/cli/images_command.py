@@ -151,15 +151,22 @@ def build_all(builds: ImageBuilds, stream: TextIO) -> list[str]:
 @app.command("prune")
 def prune(
     keep_gb: Annotated[
-        float, typer.Option(help="keep the images used last, up to this size; 0 keeps none", min=0)
-    ] = 0.0,
+        float | None, typer.Option(help="keep the images used last, up to this size", min=0)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="keep none")] = False,
 ) -> int:
     """Remove images and the build cache. The images unused for longest go first.
 
+    Without options, print what there is to remove, and remove nothing.
+
     \b
     hermes-rl images prune --keep-gb 20
+    hermes-rl images prune --all
     """
-    freed = _store().prune(int(keep_gb * 1e9))
+    if everything == (keep_gb is not None):
+        list_images()
+        raise UserError("nothing is removed: add --all, or --keep-gb N to keep those used last")
+    freed = _store().prune(int((keep_gb or 0) * 1e9))
     print(f"{freed / 1e6:,.1f} MB freed")
     return ExitCode.DONE
 

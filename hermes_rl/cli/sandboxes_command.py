@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hermes_rl.cli.app import make_app
-from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.errors import ExitCode, SandboxError, UserError
 
 if TYPE_CHECKING:
     from hermes_rl.sandboxes import Held, SshHost, Worker
@@ -31,7 +31,8 @@ _Config = Annotated[
 
 @app.command("list")
 def list_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config = None) -> int:
-    """Print each worker, whether it lives, and its sandboxes.
+    """Print each worker, whether it lives, and its sandboxes; and containers of modal, if you are
+    logged in there.
 
     \b
     hermes-rl sandboxes list
@@ -43,6 +44,25 @@ def list_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config =
         return _on_each(machines, "listed", _list_remote)
     folder = state or default_state_dir()
     _print_workers(workers(folder), str(folder))
+    return _list_modal() if state is None else ExitCode.DONE
+
+
+def _list_modal() -> int:
+    """Print the containers of all workers of the account, wherever those are."""
+    from hermes_rl.aio import run_sync
+    from hermes_rl.cli.render import visible
+    from hermes_rl.sandboxes import modal_cloud
+
+    if not modal_cloud.is_configured():
+        return ExitCode.DONE
+    try:
+        found = run_sync(modal_cloud.running_containers())
+    except SandboxError as error:
+        print(error)
+        return ExitCode.GIVEN_UP
+    for name, lease in found.items():
+        print(f"  {visible(lease) or '(no lease)'}  {name}")
+    print(f"{len(found)} containers of modal")
     return ExitCode.DONE
 
 
@@ -127,10 +147,12 @@ def _on_each(
         pool = SshHosts(machines, only_look=True)
         try:
             for host, link in await pool.connect():
-                if isinstance(link, Link):
+                try:
+                    if not isinstance(link, Link):
+                        raise link
                     worst = max(worst, show((await link.call(verb, {}))[0], str(host)))
-                else:
-                    print(link)
+                except SandboxError as error:  # the others are shown all the same
+                    print(error)
                     worst = ExitCode.GIVEN_UP
         finally:
             await pool.aclose()

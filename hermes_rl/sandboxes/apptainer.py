@@ -50,9 +50,8 @@ from hermes_rl.sandboxes.shell import (
     ShellPaths,
     supervisor_text,
 )
-from hermes_rl.sandboxes.slots import Home
+from hermes_rl.sandboxes.slots import Home, Launch, start
 from hermes_rl.sandboxes.snapshots import ROOT, WORKSPACE, unpack
-from hermes_rl.sandboxes.starting import Launch, start
 from hermes_rl.sandboxes.watchdog import remove_tree
 
 PROGRAMS = ("apptainer", "singularity")

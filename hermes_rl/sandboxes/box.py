@@ -35,8 +35,7 @@ from hermes_rl.sandboxes.disks import Storage
 from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.forks import Fork
 from hermes_rl.sandboxes.image_changes import Upper, relied_on
-from hermes_rl.sandboxes.slots import is_host_root
-from hermes_rl.sandboxes.starting import Launch, start
+from hermes_rl.sandboxes.slots import Launch, is_host_root, start
 
 END_S = 10.0
 """How long a bubblewrap may take to end after its process 1."""

@@ -138,10 +138,15 @@ class HostBackend(ABC):
 
     async def _open(self) -> Home:
         """Once: clean up after others that are gone, then make what all sandboxes share."""
+
+        def prepare() -> None:
+            self._home = self._prepare()
+
         async with self._opening:
             if self._home is None:
                 # A cancelled caller waits for it: the next one, or `aclose`, finds what was made.
-                self._home = await in_thread(self._prepare)
+                await in_thread(prepare)
+            assert self._home is not None
             if self._watcher is None or self._watcher.done():
                 self._watcher = asyncio.create_task(self._watch(self._home))
             return self._home

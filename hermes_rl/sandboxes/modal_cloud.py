@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,12 +32,13 @@ from hermes_rl.sandboxes import grading
 from hermes_rl.sandboxes.base import GradingResult, GradingSpec, SandboxInfo, SandboxSpec
 from hermes_rl.sandboxes.remote import Link, RemoteSandbox, Start
 
-APP = "hermes-rl"
+APP, TAG = "hermes-rl", "hermes-rl-lease"
 LONGEST_S = 24 * 3600
 """How long a container may live: modal ends it then."""
 _BLAME_S = 4.0
 """How long a container may take to end after what ran in it, when it was ended from outside."""
 _LOOKS = 20
+_LIST_S = 30.0
 _START_S = 600.0
 """How long modal may take to start one, its image included."""
 ENTRY = "sleep 90; while grep -aqs 'remote_helpe[r]' /proc/[0-9]*/cmdline; do sleep 5; done; exit 0"
@@ -52,6 +55,29 @@ def modal_of(name: str) -> Any:
         raise SandboxStartError(
             "--sandbox modal needs modal: pip install 'hermes-rl[modal]'"
         ) from None
+
+
+def is_configured() -> bool:
+    """Whether modal is installed and somebody logged in: a look, without a connection."""
+    config = os.environ.get("MODAL_CONFIG_PATH") or os.path.expanduser("~/.modal.toml")
+    known = "MODAL_TOKEN_ID" in os.environ or os.path.exists(config)
+    return known and importlib.util.find_spec("modal") is not None
+
+
+async def running_containers() -> dict[str, str]:
+    """Id of each container of the account's app that runs -> its lease. Raises:
+    SandboxStartError."""
+    try:
+        async with asyncio.timeout(_LIST_S):
+            app = await modal_of("App").lookup.aio(APP, create_if_missing=True)
+            found = [one async for one in modal_of("Sandbox").list.aio(app_id=app.app_id)]
+            tags = await asyncio.gather(*(one.get_tags.aio() for one in found))
+    except TimeoutError:
+        raise SandboxStartError(f"modal: no answer within {_LIST_S:g} s") from None
+    except modal_of("Error") as error:
+        raise SandboxStartError(f"modal: {_line(error)}") from error
+    leases = (tag.get(TAG, "") for tag in tags)
+    return dict(zip((one.object_id for one in found), leases, strict=True))
 
 
 class ModalChannel:
@@ -160,7 +186,7 @@ class Modal:
                     cpu=most.cpus,
                     memory=(min(128, mebibytes), mebibytes),
                     block_network=not spec.network,
-                    tags={"hermes-rl-lease": spec.lease},
+                    tags={TAG: spec.lease},
                 )
         except TimeoutError:
             raise SandboxStartError(f"modal started no container within {_START_S:g} s") from None

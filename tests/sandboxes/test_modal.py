@@ -94,6 +94,30 @@ async def test_what_a_container_gets(backend: Modal, server: FakeModal) -> None:
         assert await sh(sandbox, "readlink /proc/self/ns/net") == f"{machine} [0]"
 
 
+async def test_containers_are_listed_with_their_leases(
+    backend: Modal,
+    server: FakeModal,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def listed() -> tuple[int, list[str]]:
+        code = await asyncio.to_thread(main, ["sandboxes", "list"])
+        return code, capsys.readouterr().out.splitlines()
+
+    async with await backend.lease(SandboxSpec(lease="run/unit/1")):
+        container = list(server.containers.values())[-1]
+        code, lines = await listed()
+        assert code == 0
+        assert f"  run/unit/1  {container.id}" in lines
+    await container.process.wait()
+    assert f"  run/unit/1  {container.id}" not in (await listed())[1]
+    server.refused.add("SandboxListV2")
+    code, lines = await listed()
+    server.refused.clear()
+    assert code != 0
+    assert any(" workers, " in line for line in lines), "others are listed all the same"
+    assert sum(line.startswith("modal: ") for line in lines) == 1
+
+
 async def test_faults_before_the_start_are_one_line(
     backend: Modal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

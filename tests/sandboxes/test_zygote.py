@@ -253,7 +253,7 @@ async def test_a_stopped_zygote_holds_nobody_up_for_ever(
 async def test_a_sandbox_that_ended_under_a_stopped_zygote_is_no_mark_for_the_model(
     bubblewrap: Bubblewrap, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hermes_rl.sandboxes.bubblewrap.GONE_S", 0.3)
+    monkeypatch.setattr("hermes_rl.sandboxes.host.GONE_S", 0.3)
     monkeypatch.setattr(zygote, "END_S", 0.3)
     sandbox = await bubblewrap.lease(SPEC)
     [pid] = zygotes(state)
