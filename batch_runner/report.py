@@ -55,8 +55,8 @@ class Stop:
 
     @property
     def _use(self) -> str | None:
-        """`env.judge` or `env.user`; None for a call of the policy."""
-        found = re.match(r"env\.(judge|user)(?=: )", self._message)
+        """`env.judge`, `env.user` or a judge of `scoring`; None for a call of the policy."""
+        found = re.match(r"(env\.(judge|user)|scoring\.judges\.\d+)(?=: )", self._message)
         return found[0] if found else None
 
     def explain(self, config: RunConfig, attempts: int) -> str:
@@ -90,9 +90,12 @@ def _endpoint_of(config: RunConfig, use: str | None) -> EndpointSection:
     """The endpoint for which the run stopped.
 
     Args:
-        use: `env.judge` or `env.user`; None for the policy.
+        use: `env.judge`, `env.user` or a judge of `scoring`; None for the policy.
     """
-    place = getattr(config.env, use.removeprefix("env.")) if use else None
+    section, _, name = (use or "").rpartition(".")
+    place = getattr(config.env, name, None) if section == "env" else None
+    if section == "scoring.judges":
+        place = config.scoring.judges[int(name)]
     if place is None:
         return config.endpoint
     changes = {"api_key_env": place.api_key_env}

@@ -39,6 +39,7 @@ from hermes_rl.config_endpoint import (
     PolicySamplingSection,
     Positive,
     ProviderSection,
+    ScoringSection,
     Seconds,
     Section,
     check_address,
@@ -405,6 +406,8 @@ class RunConfig(Section):
     providers: dict[str, ProviderSection] = Field(default_factory=dict)
     """User-defined providers, and changed facts of known ones; not identity."""
     run: RunSection = RunSection()
+    scoring: ScoringSection = ScoringSection()
+    """For scorers of task rows."""
     env: EnvSection | None = None
     """An RL environment whose tasks replace the dataset; identity."""
 
@@ -466,6 +469,7 @@ class RunConfig(Section):
         used = {places.get(name) or name for name in models} | {f.model for f in where.fallbacks}
         if self.env is not None:
             used |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
+        used |= {judge.name for judge in self.scoring.judges}
         if self.agent.context.summary is not None:
             used.add(self.agent.context.summary.name)
         run = self.run

@@ -455,7 +455,10 @@ def extra_of(runs: Mapping[str, Any], place: PlaceSection | None) -> Mapping[str
 
 
 _ModelUrl = Annotated[
-    str, AfterValidator(partial(check_address, key="env.judge.base_url, env.user.base_url"))
+    str,
+    AfterValidator(
+        partial(check_address, key="env.judge.base_url, env.user.base_url, scoring.judges.base_url")
+    ),
 ]
 
 
@@ -476,6 +479,35 @@ class ModelPlace(PlacedSection, SamplingSection):
         """Its identity: everything that determines its answers."""
         fields = {"name", "temperature", "top_p", "max_tokens", "reasoning"}
         return self.model_dump(include=fields | ({"extra_body"} if self.extra_body else set()))
+
+
+class ScoringSection(Section):
+    """What scorers of task rows use beside the row (`score`)."""
+
+    judges: tuple[ModelPlace, ...] = ()
+    """Models that judge; identity."""
+    functions: dict[str, str] = Field(default_factory=dict)
+    """Name -> `package.module:function` or `file.py:function`, for scorers of type `python`. Not
+    identity."""
+
+    @field_validator("judges", mode="before")
+    @classmethod
+    def _name_judges(cls, value: Any) -> Any:
+        listed = value if isinstance(value, list | tuple) else [value]
+        return [{"name": one} if isinstance(one, str) else one for one in listed]
+
+    @field_validator("functions")
+    @classmethod
+    def _resolve_files(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, place in value.items():
+            where, _, function = place.rpartition(":")
+            if not where or not function.isidentifier():
+                raise ValueError(f"{name}: write package.module:function or file.py:function")
+            if where.endswith(".py"):
+                if not Path(where).is_file():
+                    raise ValueError(f"{name}: no file {where}")
+                value[name] = f"{Path(where).resolve()}:{function}"
+        return value
 
 
 class EnvSection(Section):

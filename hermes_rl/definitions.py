@@ -165,7 +165,14 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             "network": _network(config.sandbox.network),
             **_sandbox_limits(config.sandbox.limits),
         },
+        **_scoring(config),
     }
+
+
+def _scoring(config: RunConfig) -> dict[str, Any]:
+    """The judges, where there are any."""
+    judges = [judge.identity for judge in config.scoring.judges]
+    return {"scoring": {"judges": judges}} if judges else {}
 
 
 def adapt_switches(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:

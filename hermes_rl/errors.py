@@ -381,6 +381,10 @@ class CannotJudge(VerifierFault):
     """Raised by `compute_reward`: no reward, not 0. It is called twice more on the workspace."""
 
 
+class NoVerdict(CannotJudge):
+    """No verdict after all allowed attempts: another one would only cost more."""
+
+
 class Stalled(HermesError):
     """The wall limit of an attempt was reached."""
 

@@ -7,8 +7,7 @@ disk and internal errors do raise; the worker turns the latter into a row with c
 An `Episode` is what happens around the agent: tools, what comes before the first call, a user's
 replies and the reward.
 
-The verifier runs in the grading sandbox, a fresh one over the workspace (DESIGN 5.9). Its output is
-never read for a reward: the exit code is, or with `score` the one line on descriptor 3.
+`verify` turns what the rollout left into a reward.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from hermes_rl import events as ev
 from hermes_rl.agent import (
@@ -47,7 +43,6 @@ from hermes_rl.errors import (
     HermesError,
     SandboxDied,
     SandboxKilled,
-    SandboxStartError,
     SnapshotLost,
     TaskFault,
     UserError,
@@ -55,7 +50,7 @@ from hermes_rl.errors import (
     cause_of,
     end_reason_of,
 )
-from hermes_rl.events import AttemptKey, EventLog, Graded, RewardPart
+from hermes_rl.events import AttemptKey, EventLog, Graded
 from hermes_rl.identity import trajectory_id
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
@@ -63,16 +58,15 @@ from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.record import Trajectory
 from hermes_rl.sandboxes import (
     Connection,
-    GradingResult,
-    GradingSpec,
     Sandbox,
     SandboxSnapshot,
     SandboxSpec,
 )
-from hermes_rl.tasks import Task, Verify
+from hermes_rl.tasks import Task
 from hermes_rl.text import clean, scrub
 from hermes_rl.tools import DELEGATE_TASK, Approval, Tool
 from hermes_rl.trajectory import fold
+from hermes_rl.verify import Answer, grade_task
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
 
@@ -98,7 +92,8 @@ class Episode:
     """For the row."""
     replies = False
     """Somebody may reply to an answer."""
-    sandboxed = True
+    sandboxed: bool | None = None
+    """None: if a tool or a part of the task needs a sandbox."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -118,10 +113,16 @@ class Episode:
         """What the user says to an answer; None ends the rollout. Raises: HermesError."""
         return None
 
+    def _messages(self) -> Sequence[str]:
+        """The conversation so far."""
+        ended = ev.Ended(finished_at=time.time(), end_reason="answered")
+        return fold([*self.stage.log.events, ended]).messages
+
     async def grade(self, sandbox: Sandbox | None, result: AgentResult) -> Graded:
         """The reward; may end the agent's session. Raises: VerifierFault and other HermesErrors."""
-        assert sandbox is not None
-        return await verify(sandbox, self.stage.task.verify)
+        stage = self.stage
+        answer = Answer(result.final_response or "", self._messages)
+        return await grade_task(stage.context, stage.item, stage.log, sandbox, answer, stage.budget)
 
 
 MakeEpisode = Callable[[Stage], Episode]
@@ -329,10 +330,8 @@ class _Attempt:
     async def _run(self) -> AgentResult:
         start, sandbox = time.monotonic(), None
         checkpoint = None
-        if self.episode.sandboxed:
+        if self._is_sandboxed():
             sandbox, checkpoint = await self._sandbox()
-        else:
-            self._check_needs_no_sandbox()
         try:
             try:
                 if sandbox is not None:
@@ -417,17 +416,28 @@ class _Attempt:
         if await checkpoints.keep(key, progress, self.log.events, spent, sandbox):
             self._kept = progress.turn
 
-    def _check_needs_no_sandbox(self) -> None:
-        """Raises: TaskFault for a task that needs a sandbox."""
-        env_tools, task = self.episode.tools(), self.task
+    def _is_sandboxed(self) -> bool:
+        """Raises: TaskFault for a task that needs a sandbox in an environment without."""
+        chosen, task = self.episode.sandboxed, self.task
+        if chosen:
+            return True
+        env_tools = self.episode.tools()
         needing = [n for n, t in self.draw.tools.items() if t.needs_sandbox and n not in env_tools]
-        parts = {"files": task.files, "setup": task.setup, "verify": task.verify, "cwd": task.cwd}
+        parts: dict[str, Any] = {
+            "files": task.files, "setup": task.setup, "verify": task.verify, "cwd": task.cwd,
+            "score": [s for s in task.score if s.type == "code"],
+        }  # fmt: skip
+        if chosen is None:
+            parts |= {"image": task.image, "requires": task.requires}
         needing += [f"the task's '{name}'" for name, part in parts.items() if part]
+        if chosen is None:
+            return bool(needing)
         if needing:
             raise TaskFault(
                 f"{needing[0]} needs a sandbox, and this environment has none. "
                 "Set env.config.sandboxed to true, or take it out"
             )
+        return False
 
     async def _graded(self, sandbox: Sandbox | None, result: AgentResult) -> ev.Graded:
         """The reward; what the rollout left is kept either way. Raises: HermesError."""
@@ -589,112 +599,3 @@ async def _set_up(sandbox: Sandbox, script: str) -> None:
     if result.exit_code != 0:
         printed = result.output.strip()[-500:]
         raise TaskFault(f"setup failed with exit code {result.exit_code}: {printed}")
-
-
-BOXES = 3
-"""A verifier that cannot judge, or a box that dies, gets this many boxes on the same workspace. The
-rollout is never rolled again for it."""
-
-_SIGNALLED = 128
-"""Exit codes above it tell of a signal."""
-_DETAIL_CHARS = 2_000
-_SCRIPT_CHARS = 300
-
-
-async def verify(sandbox: Sandbox, verifier: Verify | None) -> Graded:
-    """Judge the workspace that a rollout left.
-
-    Args:
-        sandbox: the rollout's sandbox; its processes are ended by the first grading box.
-        verifier: the task's verifier; None gives a null reward.
-
-    Returns: the event, with the reward and how long all boxes took.
-
-    Raises: VerifierFault when no box could judge.
-    """
-    if verifier is None:
-        return Graded(reward=None)
-    spec = GradingSpec(
-        script=verifier.script,
-        files=verifier.files,
-        timeout_s=verifier.timeout_s,
-        score=verifier.score,
-        image=verifier.image,
-        mounts=verifier.mounts,
-    )
-    seconds = 0.0
-    faults: list[str] = []
-    for _ in range(BOXES):
-        try:
-            result = await sandbox.grade(spec)
-            seconds += result.seconds
-            scores = judge(result, score=verifier.score)
-        except (VerifierFault, SandboxDied, SandboxStartError) as fault:
-            faults.append(f"{type(fault).__name__}: {fault}")
-            continue
-        detail = _detail(verifier, result)
-        parts = [RewardPart(name=name, score=score) for name, score in scores.items()]
-        parts[0] = msgspec.structs.replace(parts[0], detail=detail)
-        return Graded(reward=reward_of(scores), rewards=tuple(parts), seconds=seconds)
-    raise VerifierFault(f"no verdict in {BOXES} grading boxes; the last: {faults[-1]}")
-
-
-def judge(result: GradingResult, *, score: bool) -> dict[str, float]:
-    """The rewards that a grading box stands for, by name; `verify` where there is only one.
-
-    Exit 0 is 1.0; any other exit or a timeout is 0.0, since the policy can cause those. With
-    `score` the report on descriptor 3 decides; a box that failed without one, or was killed, is 0.0
-    as well.
-
-    Raises: VerifierFault for `cannot-judge=...`, a report that is not one such line, or success
-    without one.
-    """
-    if result.timed_out:
-        return {"verify": 0.0}
-    if not score:
-        return {"verify": 1.0 if result.exit_code == 0 else 0.0}
-    if result.exit_code > _SIGNALLED:
-        return {"verify": 0.0}  # killed: what it had written may not be its last word
-    if not result.report.strip():
-        if result.exit_code != 0:
-            return {"verify": 0.0}
-        raise VerifierFault("the verifier succeeded without writing reward=... to descriptor 3")
-    return _parse_report(result.report)
-
-
-def reward_of(scores: Mapping[str, float]) -> float:
-    """The reward of several: the one named `reward`, else their mean."""
-    return scores["reward"] if "reward" in scores else sum(scores.values()) / len(scores)
-
-
-def _parse_report(report: bytes) -> dict[str, float]:
-    lines = report.decode("utf-8", "replace").strip().splitlines()
-    key, _, value = lines[0].partition("=")
-    if len(lines) != 1:
-        raise VerifierFault(f"descriptor 3 took {len(lines)} lines; it takes one")
-    if key == "cannot-judge":
-        raise VerifierFault(f"the verifier cannot judge: {value[:200]}")
-    try:
-        numbers = json.loads(value) if key == "rewards" else {"verify": float(value)}
-        scores = {name: float(number) for name, number in numbers.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        scores = {}
-    if (
-        key not in ("reward", "rewards")
-        or not scores
-        or not all(map(math.isfinite, scores.values()))
-    ):
-        raise VerifierFault(
-            f"descriptor 3 said {lines[0][:80]!r}; it takes reward=<finite number>, or "
-            "rewards=<JSON object of such numbers>"
-        )
-    return scores
-
-
-def _detail(verifier: Verify, result: GradingResult) -> str:
-    """What ran, how it ended, the end of what was printed: for people, never for a reward."""
-    script = " ; ".join(line for line in verifier.script.strip().splitlines() if line.strip())
-    ending = "timed out" if result.timed_out else f"exit {result.exit_code}"
-    printed = result.output.strip()[-_DETAIL_CHARS:]
-    first = f"{script[:_SCRIPT_CHARS]}  -> {ending}"
-    return f"{first}\n{printed}" if printed else first

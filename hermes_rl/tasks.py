@@ -33,13 +33,14 @@ from hermes_rl.messages import (
     conversation_from_openai,
     text_of,
 )
+from hermes_rl.scorers import Scorer, parse_scores
 
 _TEXTS = ("system", "image", "cwd", "setup", "oracle", "distribution")
 _LISTS = ("requires", "toolsets")
 _SCRIPTS = ("setup", "oracle")
 
 FIELDS = frozenset(
-    ("id", "prompt", "files", "verify", "limits", "repeats", "env_vars", *_TEXTS, *_LISTS)
+    ("id", "prompt", "files", "verify", "score", "limits", "repeats", "env_vars", *_TEXTS, *_LISTS)
 )
 """The columns of a task row with a defined meaning; all others are in `metadata`."""
 
@@ -88,6 +89,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, bytes] = {}
     setup: str | None = None
     verify: Verify | None = None
+    score: tuple[Scorer, ...] = ()
+    """Judge the final answer; with `verify` both count."""
     oracle: str | None = None
     """Never shown to the agent."""
     requires: tuple[str, ...] = ()
@@ -212,6 +215,7 @@ def _task(row: Mapping[str, Any], task_id: str) -> Task:
         files=_files(row.get("files"), "files"),
         setup=row.get("setup"),
         verify=_verify(row.get("verify")),
+        score=parse_scores(row["score"]) if "score" in row else (),
         oracle=row.get("oracle"),
         requires=tuple(row.get("requires", ())),
         toolsets=tuple(row["toolsets"]) if "toolsets" in row else None,

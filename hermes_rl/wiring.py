@@ -80,6 +80,7 @@ from hermes_rl.models.tokens import TokenPlan, with_explicit_filters
 from hermes_rl.models.wire import supported_sampling
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
+from hermes_rl.scorers import ScorerProcess
 from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
 from hermes_rl.telemetry import Telemetry, open_telemetry
@@ -138,6 +139,8 @@ class RunContext:
     """Of the run's plugins; None where there are none."""
     telemetry: Telemetry | None = None
     """Takes the events of each rollout that has ended; None makes no spans."""
+    scorer_process: ScorerProcess = field(default_factory=ScorerProcess)
+    """For scorers that may take any time."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -266,6 +269,11 @@ class RunContext:
         return mask(SECRETS.scrub(text), self.secrets, "[secret]")
 
 
+def judge_purpose(number: int) -> str:
+    """The purpose of the calls to a judge of `scoring.judges`, in `RunContext.others`."""
+    return f"scoring.judges.{number}"
+
+
 def context_parts(section: ContextConfig, caller: Caller | None) -> ContextParts:
     """How contexts are compressed.
 
@@ -291,7 +299,8 @@ def _played(name: str, task: Task) -> ModelClient:
     if name != "oracle":
         return NoopClient()
     given = sum(isinstance(message, AssistantMessage) for message in task.prompt)
-    return OracleClient(task.oracle, prompt_answers=given)
+    answers = bool(task.score) and task.verify is None
+    return OracleClient(task.oracle, prompt_answers=given, answers=answers)
 
 
 @asynccontextmanager
@@ -326,6 +335,8 @@ async def open_run_context(
             context_parts(config.agent.context, None)  # an engine that does not exist: say so now
         backend = backend_of(config, state_dir)
         stack.push_async_callback(backend.aclose)
+        scorer_process = ScorerProcess()
+        stack.push_async_callback(scorer_process.aclose)
         held = await asyncio.to_thread(collect_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
         targets = resolve_targets_by_model(config)
@@ -345,6 +356,7 @@ async def open_run_context(
             hooks=await asyncio.to_thread(_hooks, config) if config.agent.plugins else None,
             telemetry=await _telemetry(config, stack) if config.run.otel != "off" else None,
             others=_open_others(config, stack, keyring, together),
+            scorer_process=scorer_process,
         )
 
 

@@ -3,6 +3,7 @@ cheats."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -18,7 +19,7 @@ from hermes_rl.config import parse_config
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.sources import mapped_rows
 from hermes_rl.tasks import Task, TaskRow, Verify
-from hermes_rl.testing import BUNDLES, CHEATS, bundle
+from hermes_rl.testing import BUNDLES, CHEATS, answer_cheats, bundle
 from hermes_rl.tools import get_distribution, tool_names
 
 _SCRIPTS_AT_ONCE = 512
@@ -56,6 +57,7 @@ def inspect_rows(rows: Iterable[TaskRow]) -> Findings:
         _count(row, found, seen, faults)
         faults += [(row.index, fault) for fault in find_duplicate_id(row, ids)]
         faults += [(row.index, f"{row.place}: {fault}") for fault in find_unknown_tools(row.task)]
+        faults += [(row.index, f"{row.place}: {fault}") for fault in find_absent_extras(row.task)]
         kept += [(row.index, row.place, name, script) for name, script in scripts(row.task)]
         if len(kept) >= _SCRIPTS_AT_ONCE:
             faults += _script_faults(kept)
@@ -73,7 +75,7 @@ def _count(row: TaskRow, found: Findings, seen: set[bytes], faults: list[tuple[i
     if row.task is None:
         faults.append((row.index, f"{row.place}: {row.error}"))
         return
-    found.verified += row.task.verify is not None
+    found.verified += row.task.verify is not None or bool(row.task.score)
     if row.task.verify is not None and not _names_workspace(row.task.verify):
         found.unplaced.append(row.place)
     found.oracles += row.task.oracle is not None
@@ -111,6 +113,13 @@ def find_unknown_tools(task: Task | None) -> Iterator[str]:
             get_distribution(task.distribution)
     except UserError as error:
         yield str(error)
+
+
+def find_absent_extras(task: Task | None) -> Iterator[str]:
+    """Packages that a row's scorers need and that are not installed."""
+    needed = task is not None and any(scorer.type == "math" for scorer in task.score)
+    if needed and importlib.util.find_spec("math_verify") is None:
+        yield "'score' of type math needs a package: pip install 'hermes-rl[eval]'"
 
 
 def _script_faults(kept: Iterable[tuple[int, str, str, str]]) -> Iterator[tuple[int, str]]:
@@ -181,7 +190,8 @@ def scripts(task: Task | None) -> list[tuple[str, str]]:
     if task is None:
         return []
     verify = task.verify.script if task.verify else None
-    named = [("setup", task.setup), ("verify", verify), ("oracle", task.oracle)]
+    oracle = task.oracle if verify or not task.score else None  # else it is an answer
+    named = [("setup", task.setup), ("verify", verify), ("oracle", oracle)]
     return [(name, script) for name, script in named if script]
 
 
@@ -215,6 +225,8 @@ class PlayMode:
     wanted: float
     scripts: Mapping[str, str] = field(default_factory=dict)
     """PlayResult instead of the oracle, each on every task."""
+    answers: bool = False
+    """Play answers that cheat instead of the oracle, on tasks with scorers."""
     sandbox: Mapping[str, Any] = field(default_factory=dict)
     """The section of the configuration."""
 
@@ -226,6 +238,7 @@ def play_modes(sandbox: Mapping[str, Any]) -> list[PlayMode]:
         PlayMode("oracle", "oracle", 1.0),
         PlayMode("no-op", "noop", 0.0),
         PlayMode(f"{len(CHEATS)} cheats", "oracle", 0.0, bundles),
+        PlayMode("forged answers", "oracle", 0.0, answers=True),
     ]
     return [replace(play, sandbox=sandbox) for play in made]
 
@@ -252,14 +265,32 @@ def play_all(
     Raises: SandboxStartError, UserError.
     """
     rows = [
-        r for r in mapped_rows(dataset, columns=columns, limit=limit) if r.get("verify") is not None
+        row
+        for row in mapped_rows(dataset, columns=columns, limit=limit)
+        if (row.get("verify") is not None or row.get("score") is not None) and not _is_judged(row)
     ]
     _build_images(dataset, limit, str(sandbox.get("backend", "")))
     with tempfile.TemporaryDirectory(prefix="hermes-rl-check-") as scratch:
         for number, play in enumerate(play_modes(sandbox)):
             out = Path(scratch) / str(number)
-            chosen = [r for r in rows if play.name != "oracle" or r.get("oracle")]
-            yield _play(chosen, play, out)
+            chosen = [r for r in rows if _plays(play, r)]
+            if chosen or not (play.answers or play.scripts):
+                yield _play(chosen, play, out)
+
+
+def _is_judged(row: Mapping[str, Any]) -> bool:
+    """Whether a model must judge it, which costs money."""
+    score = row.get("score") or ()
+    return any(s["type"] == "judge" for s in ([score] if isinstance(score, Mapping) else score))
+
+
+def _plays(play: PlayMode, row: Mapping[str, Any]) -> bool:
+    """Whether a row is played in a mode."""
+    if play.answers:
+        return row.get("score") is not None
+    if play.scripts:
+        return row.get("verify") is not None
+    return play.name != "oracle" or bool(row.get("oracle"))
 
 
 def _build_images(dataset: str, limit: int | None, backend: str) -> None:
@@ -279,7 +310,8 @@ def _build_images(dataset: str, limit: int | None, backend: str) -> None:
 def _play(rows: list[dict[str, Any]], play: PlayMode, out: Path) -> PlayResult:
     if not rows:
         return PlayResult(play, 0, [])
-    wrong = _play_and_compare(_with_scripts(rows, play.scripts), play, out)
+    played = _with_answers(rows) if play.answers else _with_scripts(rows, play.scripts)
+    wrong = _play_and_compare(played, play, out)
     if play.scripts and wrong:
         # PlayMode each cheat alone on the tasks that a bundle of cheats passed.
         suspects = [r for r in rows if any(w.startswith(f"{r.get('id')} (") for w in wrong)]
@@ -298,6 +330,15 @@ def _with_scripts(rows: list[dict[str, Any]], scripts: Mapping[str, str]) -> lis
         {**row, "id": f"{row.get('id', number)} ({name})", "oracle": script}
         for number, row in enumerate(rows)
         for name, script in scripts.items()
+    ]
+
+
+def _with_answers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every row with every forged answer as its oracle and in its id."""
+    return [
+        {**row, "id": f"{row.get('id', number)} ({name})", "oracle": json.dumps([answer])}
+        for number, row in enumerate(rows)
+        for name, answer in answer_cheats(row).items()
     ]
 
 
@@ -357,7 +398,7 @@ def _add_hints(
 ) -> list[str]:
     """Add a hint to failing oracles whose verifier passes in the sandbox of the agent."""
     failing = {line.partition(":")[0] for line in wrong}
-    suspects = [r for r in rows if str(r.get("id")) in failing and isinstance(r["verify"], str)]
+    suspects = [r for r in rows if str(r.get("id")) in failing and isinstance(r.get("verify"), str)]
     if not suspects:
         return wrong
     replayed = [

@@ -22,7 +22,7 @@ Mode = Literal["process", "evaluate"]
 
 app = make_app("RL environments: groups of rollouts as a run, an evaluation, a new environment.")
 
-_ABSENT = ("dataset", "columns", "pilot", "checkpoint_turns")
+_ABSENT = ("dataset", "columns", "pilot", "checkpoint_turns", "judges")
 _FIRST = ("env", "model", "split", "env_seed", "limit", "repeats", "judge", "user")
 _ALL = run.OPTIONS | run.load_options("env")
 OPTIONS = {name: _ALL[name] for name in dict.fromkeys((*_FIRST, *_ALL)) if name not in _ABSENT}

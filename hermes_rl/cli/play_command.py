@@ -132,7 +132,8 @@ def find(rows: Iterator[TaskRow], wanted: str, dataset: str) -> TaskRow:
 
 
 async def _play(task: Task, spec: SandboxSpec, save: Path | None) -> int:
-    from hermes_rl.rollout import prepare, verify
+    from hermes_rl.rollout import prepare
+    from hermes_rl.verify import verify
     from hermes_rl.wiring import make_backend
 
     backend = make_backend("bubblewrap")

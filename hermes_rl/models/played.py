@@ -63,14 +63,19 @@ class OracleClient(NoopClient):
     Args:
         oracle: the task's solution; without one, the answer says so.
         prompt_answers: number of assistant messages in the task's prompt.
+        answers: the oracle is the expected answer instead of a script.
     """
 
     endpoint = "oracle"
 
-    def __init__(self, oracle: str | None, prompt_answers: int = 0) -> None:
+    def __init__(
+        self, oracle: str | None, prompt_answers: int = 0, *, answers: bool = False
+    ) -> None:
         self._oracle, self._prompt_answers = oracle, prompt_answers
         command = {"text": "", "calls": [{"name": "terminal", "arguments": {"command": oracle}}]}
         self._steps = _steps(oracle)
+        if self._steps is None and answers and oracle is not None:
+            self._steps = (AssistantMessage(content=oracle),)
         self._script = _message(command, _CALL_ID)
 
     def _answer(self, request: ModelRequest) -> AssistantMessage:

@@ -14,6 +14,14 @@ from hermes_rl.lazy import attach
 if TYPE_CHECKING:
     from hermes_rl.errors import CannotJudge, ToolError
     from hermes_rl.events import RewardPart
+    from hermes_rl.judging import (
+        NO_COMMITMENT,
+        Judge,
+        ModelHandle,
+        Verdict,
+        judge_prompt,
+        parse_verdict,
+    )
     from hermes_rl.messages import AssistantMessage, Message, UserMessage
     from hermes_rl.rl import faults
     from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
@@ -36,14 +44,6 @@ if TYPE_CHECKING:
         gather,
         group_report,
         make_group,
-    )
-    from hermes_rl.rl.judging import (
-        NO_COMMITMENT,
-        Judge,
-        ModelHandle,
-        Verdict,
-        judge_prompt,
-        parse_verdict,
     )
     from hermes_rl.rl.live import (
         LiveGroup,

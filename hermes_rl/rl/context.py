@@ -7,12 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hermes_rl.errors import SandboxDied, SandboxStartError, UserError
-from hermes_rl.rl.faults import NoVerdict
-from hermes_rl.rl.judging import Judge, ModelHandle
-from hermes_rl.rollout import BOXES, verify
+from hermes_rl.errors import NoVerdict, SandboxDied, SandboxStartError, UserError
+from hermes_rl.judging import Judge, ModelHandle
 from hermes_rl.sandboxes import GradingSpec, Sandbox
 from hermes_rl.tasks import Verify
+from hermes_rl.verify import BOXES, verify
 
 T = TypeVar("T")
 

@@ -14,9 +14,8 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
 from typing import Any, Self
 
-from hermes_rl.errors import CannotJudge, UserError
+from hermes_rl.errors import CannotJudge, NoVerdict, UserError
 from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
-from hermes_rl.rl.faults import NoVerdict
 
 MAX_DEFAULT_WORKERS = 4
 """Most workers of a pool by default; fewer if the machine has fewer cores."""

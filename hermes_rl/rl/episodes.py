@@ -17,24 +17,26 @@ from hermes_rl.definitions import sampling_of, sent_seed
 from hermes_rl.errors import (
     CannotJudge,
     HermesError,
+    NoVerdict,
     TaskFault,
     UserError,
     VerifierFault,
 )
 from hermes_rl.events import CallStarted, Graded
+from hermes_rl.judging import Judge, ModelHandle
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models import Sampling
 from hermes_rl.rl import faults
 from hermes_rl.rl.context import Grading, RolloutContext
 from hermes_rl.rl.cpu import Pool
 from hermes_rl.rl.environment import Environment
-from hermes_rl.rl.judging import Judge, ModelHandle
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import BOXES, Episode, Stage
+from hermes_rl.rollout import Episode, Stage
 from hermes_rl.sandboxes import Sandbox
 from hermes_rl.tools import Tool, ToolContext, ToolResult
+from hermes_rl.verify import BOXES
 
 T = TypeVar("T")
 
@@ -129,7 +131,9 @@ class EnvEpisode(Episode):
         # If there is no sandbox, tools of the environment cannot need one, whatever their default.
         return {
             name: replace(
-                t, handler=_guarded(self._env, t), needs_sandbox=t.needs_sandbox and self.sandboxed
+                t,
+                handler=_guarded(self._env, t),
+                needs_sandbox=t.needs_sandbox and bool(self.sandboxed),
             )
             for name, t in env_tools.items()
         }
@@ -181,7 +185,7 @@ class EnvEpisode(Episode):
             try:
                 return await self._judge_once(sandbox, rollout, began)
             except CannotJudge as fault:
-                if isinstance(fault, faults.NoVerdict) or saved is None:
+                if isinstance(fault, NoVerdict) or saved is None:
                     raise
                 self.ctx.state.clear()
                 self.ctx.state.update(copy.deepcopy(saved))

@@ -10,14 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.errors import CannotJudge, HermesError, UserError
+from hermes_rl.errors import HermesError, UserError
 
 _CHARS = 300
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-class NoVerdict(CannotJudge):
-    """No verdict after all allowed attempts: another one would only cost more."""
 
 
 @contextmanager

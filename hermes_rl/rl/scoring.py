@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -50,7 +51,7 @@ from hermes_rl.rl.groups import INTERRUPTED, SCORED_AT_ONCE, Gathered, Scoring
 from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
-from hermes_rl.rollout import Stage, verify
+from hermes_rl.rollout import Stage
 from hermes_rl.sandboxes import Sandbox, SandboxSpec
 from hermes_rl.sources import read_rows
 from hermes_rl.store import Grade, RunDir, decode_metrics
@@ -58,6 +59,7 @@ from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.text import scrub
 from hermes_rl.trajectory import fold
 from hermes_rl.usage import UsageTotal
+from hermes_rl.verify import Answer, grade_task
 from hermes_rl.wiring import RunContext, open_run_context
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
@@ -296,8 +298,13 @@ class Grader:
         self, sandbox: Sandbox | None, stored: StoredRollout, log: EventLog
     ) -> ev.Graded:
         if self.host is None:
-            assert sandbox is not None
-            return await verify(sandbox, stored.task.verify)
+            row = stored.row
+            messages = [m if isinstance(m, str) else json.dumps(m) for m in row["messages"]]
+            answer = Answer(row["final_response"] or "", lambda: messages)
+            item = _work_item(row, stored.task)
+            return await grade_task(
+                self._context, item, log, sandbox, answer, self._context.budget()
+            )
         episode = EnvEpisode(self.host, self._stage(_work_item(stored.row, stored.task), log))
         episode.ctx.state.update(stored.state)
         return await episode.judge(sandbox, Rollout.of_row(stored.row))
@@ -454,6 +461,7 @@ def without_policy(config: RunConfig) -> RunConfig:
         data.get("endpoint", {}).pop(name, None)
     env, run = config.env, data.get("run", {})
     used = {place.name for place in (env.judge, env.user) if place} if env else set()
+    used |= {judge.name for judge in config.scoring.judges}
     for name in ("model_budgets", "model_token_budgets"):
         if name in run:
             run[name] = {model: most for model, most in run[name].items() if model in used}

@@ -8,7 +8,7 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from hermes_rl.testing import fake_apptainer
-    from hermes_rl.testing.cheats import BUNDLES, CHEATS, bundle, traced
+    from hermes_rl.testing.cheats import BUNDLES, CHEATS, answer_cheats, bundle, traced
     from hermes_rl.testing.conditions import Conditions, Limits, Price, RateLimits
     from hermes_rl.testing.dialects import WIRES, any_key, wire_of
     from hermes_rl.testing.dialects.anthropic import AnthropicServer

@@ -3,8 +3,8 @@
 import pytest
 
 from hermes_rl.errors import VerifierFault
-from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import GradingResult
+from hermes_rl.verify import judge
 
 
 def grading_result(exit_code: int = 0, report: bytes = b"", **more: bool) -> GradingResult:

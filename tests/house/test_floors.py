@@ -25,7 +25,7 @@ from source_tree import (
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "errors input_errors messages usage identity config config_agent config_endpoint tasks"
-        " task_folders trajectory ports events record images sources aio lazy locks text"
+        " scorers task_folders trajectory ports events record images sources aio lazy locks text"
         " leaks network telemetry",
     ),
     ("sandboxes",),
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("segments",),
     ("agent", "store"),
     ("wiring definitions checkpoints setups", "testing"),
-    ("rollout verify workspaces", "aiagent", "evals"),
+    ("rollout verify judging workspaces", "aiagent", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("viewer",),

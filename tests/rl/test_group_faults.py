@@ -24,7 +24,6 @@ from runs import Lab, make_config, table
 from batch_runner import Report, Silent, arun_batch
 from hermes_rl.export import export_run
 from hermes_rl.rl import EPSILON, gather, group_report, make_group
-from hermes_rl.rollout import BOXES
 from hermes_rl.store import Run, load_run
 from hermes_rl.testing import (
     ExactConfig,
@@ -34,6 +33,7 @@ from hermes_rl.testing import (
     chat_of,
     write_tiny_tokenizer,
 )
+from hermes_rl.verify import BOXES
 
 SIZE = 4
 FAULTS = {"server_error": 0.03, "reset": 0.02}

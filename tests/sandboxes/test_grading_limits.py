@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import (
     Bubblewrap,
     GradingResult,
@@ -13,6 +12,7 @@ from hermes_rl.sandboxes import (
     SandboxSpec,
     probe,
 )
+from hermes_rl.verify import judge
 
 FILL = "exec 2>/tmp/err; for i in $(seq 40); do head -c 1M /dev/zero >f$i || exit 1; done; sleep 50"
 MANY = "cd; for i in $(seq 20000); do : >f$i; done; sleep 50"

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from hermes_rl.rollout import judge
 from hermes_rl.sandboxes import GradingSpec, Sandbox
 from hermes_rl.testing import CHEATS
+from hermes_rl.verify import judge
 
 FORGER = b"""
 import os, signal

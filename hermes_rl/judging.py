@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from hermes_rl.agent import Caller
-from hermes_rl.errors import CAUSES, ModelError, UserError
+from hermes_rl.errors import CAUSES, ModelError, NoVerdict, UserError
 from hermes_rl.events import RewardPart
 from hermes_rl.messages import (
     AssistantMessage,
@@ -25,9 +25,6 @@ from hermes_rl.messages import (
     conversation_from_openai,
 )
 from hermes_rl.models import Completion, Conversation, ModelRequest, Sampling
-from hermes_rl.rl.faults import NoVerdict
-from hermes_rl.rl.rewards import part
-from hermes_rl.rl.view import Rollout
 from hermes_rl.usage import Usage
 
 NO_COMMITMENT = "no_commitment"
@@ -56,6 +53,15 @@ _AGAIN = (
 Messages = str | Sequence[Message | Mapping[str, Any]]
 
 
+class Dialogue(Protocol):
+    """What a simulated user reads of a rollout."""
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """OpenAI messages."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelHandle:
     """A model beside the policy, for one rollout.
@@ -69,6 +75,13 @@ class ModelHandle:
     _caller: Caller
     _sampling: Sampling
     _turn: Callable[[], int]
+    _section: str | None = None
+    """Of the configuration, for messages."""
+
+    @property
+    def section(self) -> str:
+        """What names the model in the configuration."""
+        return self._section or f"env.{self.purpose}"
 
     async def ask(self, messages: Messages, *, system: str | None = None) -> str:
         """Ask the model and return the text of its answer.
@@ -94,10 +107,10 @@ class ModelHandle:
             )
         except ModelError as error:
             if CAUSES[error.cause].breaker:  # the run stops and names the section to fix
-                error.args = (f"env.{self.purpose}: {error}",)
+                error.args = (f"{self.section}: {error}",)
             raise
 
-    async def answer(self, persona: str, trajectory: Rollout) -> str:
+    async def answer(self, persona: str, trajectory: Dialogue) -> str:
         """Return what a person would say next in a rollout's dialogue.
 
         Args:
@@ -165,7 +178,8 @@ class Verdict:
             "usage": msgspec.to_builtins(self.usage) if self.usage is not None else None,
         }
         text = json.dumps(detail, ensure_ascii=False)
-        return part(name, self.score(scores), weight=weight, turn=turn, detail=text)
+        score = float(self.score(scores))
+        return RewardPart(name=name, score=score, weight=weight, turn=turn, detail=text)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""Scorers that only read the answer's text: exact, includes, choice, number.
+
+An answer commits itself with `\\boxed{...}`, else after `####`, else with "answer is ..." or
+"answer: ...". Two different commitments of the same kind are no answer: otherwise a model could
+list several and let the scorer choose.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal, DecimalException
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+MAX_CHARS = 200_000
+"""The end of a longer answer is read."""
+
+
+class Score(NamedTuple):
+    """A score from 0 to 1, and why."""
+
+    value: float
+    reason: str = ""
+
+
+def scored(right: bool, reason: str) -> Score:
+    """1 or 0."""
+    return Score(float(right), reason)
+
+
+def exact(options: Mapping[str, Any], answer: str) -> Score:
+    """The whole answer, without white space around it, is a target."""
+    fold = str.casefold if options.get("ignore_case") else str
+    found = fold(answer.strip())
+    return scored(found in {fold(t.strip()) for t in _targets(options)}, f"answer {answer[:80]!r}")
+
+
+def includes(options: Mapping[str, Any], answer: str) -> Score:
+    """A target occurs in the answer as whole words, and nothing of `excludes` does."""
+    ignore = options.get("ignore_case", True)
+    text = _folded(answer, ignore)
+    for other in options.get("excludes", ()):
+        if _occurs(_folded(other, ignore), text):
+            return Score(0.0, f"the answer also contains {other[:80]!r}")
+    found = [t for t in _targets(options) if _occurs(_folded(t, ignore), text)]
+    return scored(bool(found), f"contains {found[0][:80]!r}" if found else "contains no target")
+
+
+def _targets(options: Mapping[str, Any]) -> list[str]:
+    target = options["target"]
+    return [target] if isinstance(target, str) else list(target)
+
+
+def _folded(text: str, ignore_case: bool) -> str:
+    words = " ".join(text.split())
+    return words.casefold() if ignore_case else words
+
+
+def _occurs(target: str, text: str) -> bool:
+    before = r"(?<!\w)" if target[:1].isalnum() else ""
+    after = r"(?!\w)" if target[-1:].isalnum() else ""
+    return re.search(before + re.escape(target) + after, text) is not None
+
+
+_BOXED = re.compile(r"\\f?boxed\s*\{")
+_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_SAID = re.compile(
+    r"\banswer\**[ \t]*(?:is|:|=|\uff1a)(?!\w)[ \t]*:?\**[ \t]*(\S[^\n]{0,300})", re.IGNORECASE
+)
+
+
+def commitments(answer: str) -> list[str]:
+    """What an answer commits itself to, by the strongest kind of mark that it has."""
+    text = answer[-MAX_CHARS:]
+    if boxed := list(_boxes(text)):
+        return boxed
+    for mark in (_HASHES, _SAID):
+        if found := [match[1].strip() for match in mark.finditer(text)]:
+            return found
+    return []
+
+
+def _boxes(text: str) -> Iterator[str]:
+    """The contents of `\\boxed{...}`, with balanced braces."""
+    at = 0
+    while match := _BOXED.search(text, at):
+        depth, at = 1, match.end()
+        while at < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            at += 1
+        if not depth:
+            yield text[match.end() : at - 1].strip()
+
+
+def sole(values: Sequence[Any]) -> tuple[Any, str]:
+    """The one value of all commitments, or None and why there is none."""
+    different = list(dict.fromkeys(values))
+    if len(different) == 1 and different[0] is not None:
+        return different[0], ""
+    why = "several different answers" if len(different) > 1 else "no answer found"
+    return None, why
+
+
+_NUMBER = r"[-+\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
+_NUMBERS = re.compile(rf"(?<![\w.])({_NUMBER})(?:[ \t]*/[ \t]*({_NUMBER}))?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+
+
+def number_of(text: str, *, last: bool = False) -> Fraction | None:
+    """The first (or last) number in a text: `1,234.5`, `$3`, `-2e3`, `3/4`, `\\frac{3}{4}`."""
+    plain = _LATEX_FRACTION.sub(r" \1/\2 ", text).replace("\\$", "$").replace("\\,", "")
+    found = list(_NUMBERS.finditer(plain))
+    if not found:
+        return None
+    above, below = found[-1 if last else 0].groups()
+    try:
+        value = _decimal(above)
+        return value if below is None else value / _decimal(below)
+    except (DecimalException, ValueError, OverflowError, ZeroDivisionError):
+        return None
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(Decimal(text.translate({0x2212: "-", ord(","): None, ord("$"): None})))
+
+
+def number(options: Mapping[str, Any], answer: str) -> Score:
+    """The number that the answer commits itself to, else its last one, is the target."""
+    said = commitments(answer)
+    if said:
+        value, why = sole([_stated_number(one) for one in said])
+    else:
+        value, why = number_of(answer[-MAX_CHARS:], last=True), "no number found"
+    if value is None:
+        return Score(0.0, why)
+    target = number_of(str(options["target"]))
+    assert target is not None
+    most = Fraction(options.get("tolerance", 0)) + abs(target) * Fraction(
+        options.get("relative", 0)
+    )
+    return scored(abs(value - target) <= most, f"answer {_shown(value)}")
+
+
+def _shown(value: Fraction) -> str:
+    try:
+        return f"{float(value):.12g}"
+    except OverflowError:
+        return "beyond all floats"
+
+
+def _stated_number(text: str) -> Fraction | None:
+    """The number of a commitment: of its first sentence, after the last equals sign."""
+    sentence = re.split(r"(?<=[^\d\s])\.\s|(?<=\d)\.\s|;", text)[0]
+    return number_of(sentence.rpartition("=")[2])
+
+
+_LETTER = re.compile(r"\W*(?:(?:option|choice)\s+)?\W*([A-Z])(?![A-Za-z'\u2019])", re.IGNORECASE)
+_ALSO = re.compile(r"\W*(?:(?i:and|or)\b\W*)?(?:(?i:option)\s+)?([A-Z])(?![\w'\u2019])")
+_LISTED = re.compile(r"(?<!\w)([A-Z])[).:]")
+_STYLE = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
+
+
+def letter_of(text: str, choices: Sequence[str]) -> str | None:
+    """The letter that a short text names, by itself or by the text of its choice."""
+    letters = string.ascii_uppercase[: len(choices) or 26]
+    plain = _STYLE.sub(r"\1", text).strip()
+    bare = plain.strip("\"'`*.() ").casefold()
+    same = [i for i, one in enumerate(choices) if one.strip().strip(".").casefold() == bare]
+    if len(same) == 1:
+        return letters[same[0]]
+    found = _LETTER.match(plain)
+    # "a" and "i" in lower case are words.
+    if found and (found[1].isupper() or len(bare) == 1) and found[1].upper() in letters:
+        letter, also = found[1].upper(), _ALSO.match(plain, found.end())
+        others = {*_LISTED.findall(plain), also[1] if also else letter} - {letter}
+        return None if others.intersection(letters) else letter
+    named = [i for i, one in enumerate(choices) if _occurs(_folded(one, True), _folded(text, True))]
+    return letters[named[0]] if len(named) == 1 else None
+
+
+def choice(options: Mapping[str, Any], answer: str) -> Score:
+    """The one choice that the answer commits itself to is the target."""
+    choices = options.get("choices", ())
+    said = commitments(answer)
+    if said:
+        value, why = sole([letter_of(one, choices) for one in said])
+    else:
+        lines = [line for line in answer[-MAX_CHARS:].splitlines() if line.strip()]
+        value = letter_of(lines[0], choices) if len(lines) == 1 else None
+        why = "no choice found: it ends with 'Answer: X'"
+    if value is None:
+        return Score(0.0, why)
+    return scored(value == letter_of(options["target"], choices), f"answer {value}")
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], str], Score]] = {
+    "exact": exact,
+    "includes": includes,
+    "choice": choice,
+    "number": number,
+}
+"""Scorers in bounded time, of any answer."""

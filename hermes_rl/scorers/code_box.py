@@ -1,0 +1,137 @@
+"""The program of the scorer `code` in the grading sandbox: any Python from 3.8 on, no packages.
+
+`tests` runs a task's tests and ends with 0 if they all passed. It starts
+`candidate CALLS RESULTS`, which runs the answer's code and calls its functions. Only plain data
+passes between the two.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from typing import Any, Callable  # noqa: UP035 - for Python 3.8
+
+FOLDER = os.environ.get("VERIFY", "")
+MAX_ITEMS = 1_000_000
+"""Of an iterator that a function returns."""
+_SEQUENCES = {"l": list, "t": tuple, "s": set, "f": frozenset}
+
+
+def pack(value: Any) -> Any:
+    """Encode plain data as JSON. Raises: TypeError for anything else."""
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        return {"n": str(int(value))}
+    if isinstance(value, dict):
+        return {"d": [[pack(k), pack(v)] for k, v in value.items()]}
+    for tag, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            return {tag: [pack(item) for item in value]}
+    return _pack_rare(value)
+
+
+def _pack_rare(value: Any) -> Any:
+    if isinstance(value, complex):
+        return {"z": [value.real, value.imag]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"b": bytes(value).hex()}
+    if isinstance(value, range):
+        return {"r": [value.start, value.stop, value.step]}
+    if hasattr(value, "__next__"):
+        return {"i": [pack(item) for item in islice(value, MAX_ITEMS)]}
+    raise TypeError(f"not plain data: {type(value).__name__}")
+
+
+def unpack(form: Any) -> Any:
+    """Decode what `pack` encoded."""
+    if not isinstance(form, dict):
+        return form
+    ((tag, value),) = form.items()
+    plain: dict[str, Callable[[Any], Any]] = {
+        "n": int,
+        "b": bytes.fromhex,
+        "z": lambda parts: complex(*parts),
+        "r": lambda parts: range(*parts),
+        "d": lambda pairs: {unpack(k): unpack(v) for k, v in pairs},
+    }
+    if tag in plain:
+        return plain[tag](value)
+    return _SEQUENCES.get(tag, iter)([unpack(item) for item in value])
+
+
+def _read(name: str) -> Any:
+    with open(os.path.join(FOLDER, name)) as file:
+        return json.load(file)
+
+
+def _run(scope: dict[str, Any], **sources: str) -> None:
+    for name, source in sources.items():
+        exec(compile(source, name, "exec", dont_inherit=True), scope)
+
+
+def serve_candidate(calls_fd: int, results_fd: int) -> None:
+    """Run the answer's code, then the calls that come."""
+    calls, results = os.fdopen(calls_fd), os.fdopen(results_fd, "w")
+    scope: dict[str, Any] = {"__name__": "candidate"}
+    source = _read("candidate.json")
+    _run(scope, setup=source["setup"], answer=source["code"])
+    for line in calls:
+        name, args, named = json.loads(line)
+        try:
+            value = scope[name](*unpack(args), **unpack(named))
+            reply = json.dumps(["value", pack(value)])
+        except Exception as error:
+            reply = json.dumps([type(error).__name__, str(error)[:300]])
+        results.write(reply + "\n")
+        results.flush()
+
+
+class Candidate:
+    """The process of the answer's code."""
+
+    def __init__(self) -> None:
+        calls, to_calls = os.pipe()
+        from_results, results = os.pipe()
+        command = [sys.executable, "-I", __file__, "candidate", str(calls), str(results)]
+        subprocess.Popen(command, pass_fds=(calls, results), stdin=subprocess.DEVNULL)
+        os.close(calls)
+        os.close(results)
+        self._calls, self._results = os.fdopen(to_calls, "w"), os.fdopen(from_results)
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """A function that calls the answer's."""
+
+        def call(*args: Any, **named: Any) -> Any:
+            self._calls.write(json.dumps([name, pack(args), pack(named)]) + "\n")
+            self._calls.flush()
+            kind, value = json.loads(self._results.readline())
+            if kind == "value":
+                return unpack(value)
+            found = getattr(builtins, str(kind), None)
+            known = isinstance(found, type) and issubclass(found, Exception)
+            raise (found if known else RuntimeError)(value)  # type: ignore[misc]
+
+        return call
+
+
+def run_tests() -> None:
+    """Run the tests; what they raise ends the process with an error."""
+    plan = _read("tests.json")
+    scope: dict[str, Any] = {"__name__": "tests"}
+    _run(scope, setup=plan["setup"])
+    candidate = Candidate()
+    for name in plan["functions"]:
+        scope[name] = candidate.function(name)
+    _run(scope, tests=plan["tests"])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "tests":
+        run_tests()
+    else:
+        serve_candidate(int(sys.argv[2]), int(sys.argv[3]))

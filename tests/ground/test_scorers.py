@@ -1,0 +1,193 @@
+"""Scorers of task rows: right answers score 1, forged ones 0, and none can hang or crash a run."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hermes_rl.errors import VerifierFault
+from hermes_rl.scorers import CHILD, OPTIONS, READERS, ScorerProcess, extract_code, parse_scores
+from hermes_rl.tasks import parse_row
+from hermes_rl.testing import answer_cheats
+
+CHOICES = ["London", "Paris", "Rome", "Oslo"]
+SCORES: dict[str, dict[str, Any]] = {
+    "exact": {"type": "exact", "target": ["Paris", "paris"]},
+    "includes": {"type": "includes", "target": "Paris", "excludes": CHOICES[:1]},
+    "regex": {"type": "regex", "pattern": r"ANSWER: (\w+)", "target": "Paris"},
+    "choice": {"type": "choice", "target": "B", "choices": CHOICES},
+    "number": {"type": "number", "target": "1,234.5", "tolerance": 0.01},
+    "json": {"type": "json", "fields": {"city.name": "Paris", "n.0": 2}},
+    "math": {"type": "math", "target": r"\frac{1}{2}"},
+}
+RIGHT = [
+    ("exact", " Paris\n"),
+    ("includes", "It is paris."),
+    ("regex", "I think so. ANSWER: Paris"),
+    ("choice", "B"),
+    ("choice", "A is wrong.\nThe answer is **(B)** because A is wrong."),
+    ("choice", r"So \boxed{\text{B}}."),
+    ("choice", "Answer: Paris"),
+    ("number", "6 * 7 gives #### 1234.5"),
+    ("number", "The answer is x = $1,234.50."),
+    ("number", r"\boxed{\frac{2469}{2}}"),
+    ("number", "1 and 2 make 1234.505"),
+    ("json", '{"city": {"name": "Paris"}, "n": [2]}'),
+    ("json", 'Here:\n```json\n{"city": {"name": "Paris"}, "n": [2.0]}\n```'),
+    ("math", r"so \boxed{0.5}"),
+    ("math", r"\boxed{\frac{2}{4}} and again \boxed{1/2}"),
+]
+WRONG = [
+    ("exact", "Paris is it"),
+    ("includes", "London or Paris"),
+    ("includes", "Parisian"),
+    ("regex", "ANSWER: Rome ANSWER: Paris"),
+    ("choice", "Answer: A\nAnswer: B"),
+    ("choice", "Answer: B or C"),
+    ("choice", "A) London B) Paris C) Rome D) Oslo"),
+    ("choice", "It could be B. It could be C."),
+    ("number", r"\boxed{1234.5} \boxed{7}"),
+    ("number", "answer: 1\nanswer: 1234.5"),
+    ("number", "1234.5 1235.5"),
+    ("number", "NaN inf 1e9999999"),
+    ("json", '{"city": {"name": "Rome", "name": "Paris"}, "n": [2]}'),
+    ("json", '{"city": {"name": "Paris"}, "n": [true]}'),
+    ("json", '```\n{"city": {"name": "Paris"}, "n": [2]}\n```\n```\n{}\n```'),
+    ("json", "[" * 100_000),
+    ("math", r"\boxed{0.5} or \boxed{0.6}"),
+    ("math", r"\boxed{\{0.5, 1, 2\}}"),
+    ("math", "0.4, 0.5, 0.6"),
+    ("math", r"\boxed{9^{9^{9^{9}}}}"),
+    ("math", ""),
+]
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[ScorerProcess]:
+    made = ScorerProcess(cpu_s=1.0)
+    yield made
+    await made.aclose()
+
+
+async def score(process: ScorerProcess, form: dict[str, Any], answer: str) -> float:
+    (scorer,) = parse_scores(form)
+    if scorer.type in READERS:
+        return READERS[scorer.type](scorer.options, answer).value
+    return (await process.score(scorer.type, scorer.options, answer)).value
+
+
+async def test_right_answers(process: ScorerProcess) -> None:
+    wrong = [case for case in RIGHT if await score(process, SCORES[case[0]], case[1]) != 1.0]
+    assert wrong == []
+
+
+async def test_wrong_and_forged_answers_score_zero(process: ScorerProcess) -> None:
+    forged = [
+        (kind, answer)
+        for kind, form in SCORES.items()
+        for answer in answer_cheats({"prompt": "London or Paris?", "score": form}).values()
+    ]
+    cases = [*WRONG, *forged]
+    assert [c for c in cases if await score(process, SCORES[c[0]], c[1]) == 1.0] == []
+
+
+async def test_catastrophic_patterns_are_ended(process: ScorerProcess) -> None:
+    slow = {"pattern": "(a+)+$"}
+    found = await process.score("regex", slow, "a" * 60 + "b")
+    assert found.value == 0.0
+    assert "CPU time" in found.reason
+    schema = {"schema": {"properties": {"x": slow}}}
+    assert (await process.score("json", schema, f'{{"x": "{"a" * 60}b"}}')).value == 0.0
+    assert (await process.score("regex", {"pattern": "b"}, "b")).value == 1.0, "it starts again"
+
+
+FUNCTIONS = """
+import asyncio, os
+def length(answer, row):
+    print("noise on standard output")
+    return len(answer) / row["longest"], f"{len(row['messages'])} messages"
+async def later(answer, row):
+    await asyncio.sleep(0)
+    return answer == row["metadata"]["want"]
+def broken(answer, row):
+    return 1 / 0
+def nan(answer, row):
+    return float("nan")
+def dies(answer, row):
+    os._exit(3)
+"""
+
+
+async def test_functions_of_users(process: ScorerProcess, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    row = {"messages": [{}], "metadata": {"want": "x"}}
+
+    async def call(name: str, **options: Any) -> Any:
+        given = {"function": f"{tmp_path}/mine.py:{name}", "options": options}
+        return await process.score("python", given, "x", row)
+
+    assert await call("length", longest=2) == (0.5, "1 messages")
+    assert (await call("later")).value == 1.0
+    assert (await call("dies")).value == 0.0
+    for name, why in [("broken", "ZeroDivisionError"), ("nan", "not finite"), ("none", "none")]:
+        with pytest.raises(VerifierFault, match=why):
+            await call(name)
+
+
+@given(st.sampled_from(sorted(READERS)), st.text(max_size=300))
+def test_readers_take_any_text(kind: str, answer: str) -> None:
+    (scorer,) = parse_scores(SCORES[kind])
+    assert READERS[kind](scorer.options, answer).value in (0.0, 1.0)
+
+
+def test_the_scorers_are_those_of_the_design() -> None:
+    assert set(OPTIONS) == {*READERS, *CHILD, "code", "judge", "python"}
+
+
+def test_code_is_taken_from_the_answer() -> None:
+    two = "```python\ndef f(): return 1\n```\ntext\n```\nprint(f())\n```\n"
+    assert extract_code(two, ("f",)) == "def f(): return 1\n"
+    assert extract_code(two) == "print(f())\n"
+    assert extract_code("def f():\n    return 1", ("f",)) is not None
+    assert extract_code("def f(", ("f",)) is None
+    assert extract_code("Just words") is None
+    assert extract_code("```js\nf()\n```") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("exact", "'score' must be an object with 'type', or a list of such objects"),
+        ([], "'score' must be an object with 'type', or a list of such objects"),
+        ({"type": "fuzzy"}, "'score.type' is 'fuzzy' (known: exact, includes, "),
+        ({"type": "exact"}, "'score' (exact) has no 'target': text, or a list of texts"),
+        ({"type": "exact", "target": 3}, "'score.target' must be text, or a list of texts"),
+        ({"type": "exact", "target": "a", "x": 1}, "'score' (exact) has the unknown key 'x'"),
+        ({"type": "regex", "pattern": "("}, "'score.pattern' must be a regular expression"),
+        ({"type": "number", "target": "many"}, "'score.target' must be a number"),
+        ({"type": "json"}, "'score' (json) needs 'schema', 'fields' or 'target'"),
+        ({"type": "json", "schema": {"type": 3}}, "'score.schema' must be a JSON schema"),
+        ({"type": "choice", "target": "Z", "choices": ["a", "b"]}, "'score.target' is neither"),
+        ({"type": "code", "tests": "assert ("}, "'score.tests' must be Python source"),
+        ([{"type": "exact", "target": "a", "weight": 0}], "'score.0.weight' must be above 0"),
+        (
+            [{"type": "exact", "target": "a"}, {"type": "exact", "target": "b", "name": "exact"}],
+            "'score.1.name': 'exact' is the name of another scorer",
+        ),
+        ({"type": "exact", "target": "a", "name": "verify"}, "'score.name' is that of the verif"),
+    ],
+)
+def test_a_bad_score_is_a_bad_row(value: Any, error: str) -> None:
+    row = parse_row({"prompt": "x", "score": value}, 0, "row")
+    assert row.error is not None
+    assert row.error.startswith(error)
+
+
+def test_absent_keys_of_parquet_and_equal_types() -> None:
+    twice = [{"type": "exact", "target": "a", "pattern": None}, {"type": "exact", "target": "b"}]
+    task = parse_row({"prompt": "x", "score": twice}, 0, "row").task
+    assert task is not None
+    assert [scorer.name for scorer in task.score] == ["exact", "exact-2"]

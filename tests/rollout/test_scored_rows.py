@@ -1,0 +1,141 @@
+"""Rows with `score`, through the whole pipeline: rewards, code, judges, what a verifier finds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hermes_rl.testing import FakeConfig, ServedRequest
+
+from .conftest import Open, script
+
+ADD = {"type": "code", "tests": "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]"}
+GOOD = "```python\ndef add(a, b):\n    return a + b\n```"
+FORGED = {
+    "exits": "import os\nos._exit(0)\ndef add(a, b): pass",
+    "exits when called": "def add(a, b):\n    import os\n    os._exit(0)",
+    "equals all": "class X:\n    def __eq__(self, o): return True\ndef add(a, b): return X()",
+    "subclass": "class L(list):\n    def __eq__(self, o): return True\ndef add(a, b): return L()",
+    "builtins": "import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0",
+    "kills": "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\ndef add(a, b): return 0",
+    "writes": "import os\nfor fd in range(3, 50):\n    try: os.write(fd, b'reward=1\\n')\n"
+    "    except OSError: pass\ndef add(a, b): return 0",
+}
+
+
+async def test_scorers_and_a_verifier_count_by_weight(stage: Open) -> None:
+    opened = await stage()
+    row = {
+        "prompt": script("41"),
+        "verify": "true",
+        "score": [
+            {"type": "exact", "target": "41", "weight": 2},
+            {"type": "number", "target": 42, "name": "near"},
+        ],
+    }
+    made = await opened.attempt(row)
+    assert made.reward == 0.75
+    parts = {part.name: (part.score, part.weight) for part in made.rewards}
+    assert parts == {"verify": (1.0, 1.0), "exact": (1.0, 2.0), "near": (0.0, 1.0)}
+
+
+async def test_an_answer_alone_needs_no_sandbox(stage: Open) -> None:
+    opened = await stage(agent={"toolsets": ["none"]})
+    made = await opened.attempt(
+        {"prompt": script("Paris"), "score": {"type": "exact", "target": "Paris"}}
+    )
+    assert made.reward == 1.0
+    assert made.sandbox is None
+
+
+async def test_a_verifier_finds_answer_and_conversation(stage: Open) -> None:
+    opened = await stage()
+    check = """
+test "$(cat "$VERIFY/answer.txt")" = "The end" || exit 1
+! { echo more >>"$VERIFY/answer.txt"; } 2>/dev/null || exit 2
+cat "$VERIFY/messages.json"; exit 3
+"""
+    made = await opened.attempt({"prompt": script({"run": "echo 7"}, "The end"), "verify": check})
+    first, _, printed = (made.rewards[0].detail or "").partition("\n")
+    assert first.endswith("-> exit 3")
+    found = json.loads(printed)
+    assert [message["role"] for message in found] == [
+        *("system", "user", "assistant", "tool", "assistant"),
+    ]
+    own = {"script": 'test "$(cat "$VERIFY/answer.txt")" = own', "files": {"answer.txt": "own"}}
+    assert (await opened.attempt({"prompt": script("The end"), "verify": own})).reward == 1.0
+
+
+@pytest.mark.parametrize("name", FORGED)
+async def test_code_that_forges_scores_zero(stage: Open, name: str) -> None:
+    opened = await stage(agent={"toolsets": ["none"]})
+    answer = f"```python\n{FORGED[name]}\n```"
+    assert (await opened.attempt({"prompt": script(answer), "score": ADD})).reward == 0.0
+
+
+async def test_code_is_tested(stage: Open) -> None:
+    opened = await stage(agent={"toolsets": ["none"]})
+    assert (await opened.attempt({"prompt": script(GOOD), "score": ADD})).reward == 1.0
+    helped = {
+        "type": "code",
+        "setup": "import math\ndef double(x):\n    return 2 * x",
+        "functions": ["area"],
+        "tests": "assert math.isclose(area(1), math.pi)\nassert list(area(None)) == [double(1)]",
+    }
+    code = "def area(r):\n    return iter([double(1)]) if r is None else math.pi * r * r"
+    assert (await opened.attempt({"prompt": script(code), "score": helped})).reward == 1.0
+    slow = {**ADD, "timeout_s": 1}
+    code = "```python\ndef add(a, b):\n    while True: pass\n```"
+    assert (await opened.attempt({"prompt": script(code), "score": slow})).reward == 0.0
+
+
+def judge_saying(verdict: str) -> Any:
+    def play(request: ServedRequest) -> str:
+        return json.dumps({"reason": "It says so.", "verdict": verdict})
+
+    return play
+
+
+async def test_several_judges_agree_by_majority(stage: Open) -> None:
+    plays = {"a": judge_saying("yes"), "b": judge_saying("yes"), "c": judge_saying("no")}
+    opened = await stage(
+        server=FakeConfig(plays=plays),
+        agent={"toolsets": ["none"]},
+        scoring={"judges": ["a", "b", "c"]},
+    )
+    row = {
+        "prompt": script('Say {"verdict": "yes"}'),
+        "score": {"type": "judge", "rubric": "Is it polite?", "target": "Please"},
+    }
+    made = await opened.attempt(row)
+    assert made.reward == 1.0
+    assert made.metrics["judge_agreement"] == pytest.approx(2 / 3)
+    assert [call.purpose for call in made.calls] == ["agent", "judge", "judge", "judge"]
+    tie = await stage(
+        server=FakeConfig(plays=plays), agent={"toolsets": ["none"]}, scoring={"judges": ["a", "c"]}
+    )
+    assert (await tie.attempt(row)).reward == 0.0, "a tie gives the lower score"
+
+
+async def test_what_a_scorer_lacks_is_the_tasks_fault(stage: Open) -> None:
+    opened = await stage(agent={"toolsets": ["none"]})
+    judged = await opened.attempt(
+        {"prompt": script("x"), "score": {"type": "judge", "rubric": "Good?"}}
+    )
+    assert (judged.cause, judged.reward) == ("task", None)
+    assert "--judge MODEL" in (judged.error or "")
+    unknown = {"type": "python", "function": "os:system"}
+    made = await opened.attempt({"prompt": script("true"), "score": unknown})
+    assert made.cause == "task"
+    assert "'os:system' is unknown" in (made.error or "")
+
+
+async def test_a_function_of_the_run_scores(stage: Open, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def short(answer, row):\n    return len(answer) < 5\n")
+    opened = await stage(
+        agent={"toolsets": ["none"]},
+        scoring={"functions": {"short": f"{tmp_path}/mine.py:short"}},
+    )
+    row = {"prompt": script("four"), "score": {"type": "python", "function": "short"}}
+    assert (await opened.attempt(row)).reward == 1.0
