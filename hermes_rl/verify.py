@@ -43,7 +43,7 @@ ANSWER_FILE, MESSAGES_FILE = "answer.txt", "messages.json"
 
 @dataclass(frozen=True)
 class Answer:
-    """What an agent said."""
+    """What an agent answered."""
 
     text: str = ""
     """Its final answer."""
@@ -71,7 +71,7 @@ async def grade_task(
 
     Args:
         log: takes the calls of judges.
-        sandbox: the rollout's; None if nothing of the task needs one.
+        sandbox: the rollout's; None if no part of the task needs one.
 
     Returns: the event; the reward is null for a task without verifier and scorers.
 
@@ -162,9 +162,9 @@ class _Scoring:
         if "target" in options:
             data["reference answer"] = options["target"]
         data["answer to judge"] = self.answer.text
-        asked = partial(Judge.verdict, choices=tuple(scores))
+        query = partial(Judge.verdict, choices=tuple(scores))
         async with asyncio.TaskGroup() as group:
-            asking = [group.create_task(asked(judge, options["rubric"], data)) for judge in judges]
+            asking = [group.create_task(query(judge, options["rubric"], data)) for judge in judges]
         verdicts = [done.result() for done in asking]
         counts = Counter(verdict.choice for verdict in verdicts)
         most = max(counts.values())

@@ -139,8 +139,8 @@ class RunContext:
     """Of the run's plugins; None where there are none."""
     telemetry: Telemetry | None = None
     """Takes the events of each rollout that has ended; None makes no spans."""
-    scorer_process: ScorerProcess = field(default_factory=ScorerProcess)
-    """For scorers that may take any time."""
+    scorer_processes: list[ScorerProcess] = field(default_factory=list)
+    """For scorers that may take any time: one, once it is needed."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -264,6 +264,13 @@ class RunContext:
             self._digests[image] = await asyncio.to_thread(image_digest, image, name)
         return self._digests[image] if image is not None else None
 
+    @property
+    def scorer_process(self) -> ScorerProcess:
+        """The process for scorers that may take any time."""
+        if not self.scorer_processes:
+            self.scorer_processes.append(ScorerProcess())
+        return self.scorer_processes[0]
+
     def scrub(self, text: str) -> str:
         """A text without secrets of this process."""
         return mask(SECRETS.scrub(text), self.secrets, "[secret]")
@@ -335,8 +342,8 @@ async def open_run_context(
             context_parts(config.agent.context, None)  # an engine that does not exist: say so now
         backend = backend_of(config, state_dir)
         stack.push_async_callback(backend.aclose)
-        scorer_process = ScorerProcess()
-        stack.push_async_callback(scorer_process.aclose)
+        scorer_processes: list[ScorerProcess] = []
+        stack.push_async_callback(_close_all, scorer_processes)
         held = await asyncio.to_thread(collect_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
         targets = resolve_targets_by_model(config)
@@ -356,8 +363,13 @@ async def open_run_context(
             hooks=await asyncio.to_thread(_hooks, config) if config.agent.plugins else None,
             telemetry=await _telemetry(config, stack) if config.run.otel != "off" else None,
             others=_open_others(config, stack, keyring, together),
-            scorer_process=scorer_process,
+            scorer_processes=scorer_processes,
         )
+
+
+async def _close_all(processes: Sequence[ScorerProcess]) -> None:
+    for process in processes:
+        await process.aclose()
 
 
 async def _telemetry(config: RunConfig, stack: AsyncExitStack) -> Telemetry | None:

@@ -28,7 +28,7 @@ SECTIONS = {
     "Notes joined to results, and results of calls that did not run": ("hermes_rl/agent/*.py",),
     "Tools": ("hermes_rl/tools/*.py", "hermes_rl/text.py"),
     "Repairs of histories": ("hermes_rl/models/prepare/*.py",),
-    "Judges of environments": ("hermes_rl/rl/judging.py",),
+    "Judges": ("hermes_rl/judging.py",),
     "`hermes-rl compress`, beside the request for a summary": ("hermes_rl/export/compressor.py",),
 }
 """Heading -> where its texts are."""

@@ -1,7 +1,7 @@
 """Scorers that only read the answer's text: exact, includes, choice, number.
 
 An answer commits itself with `\\boxed{...}`, else after `####`, else with "answer is ..." or
-"answer: ...". Two different commitments of the same kind are no answer: otherwise a model could
+"answer: ...". Two different commitments of the same kind score 0: otherwise a model could
 list several and let the scorer choose.
 """
 
@@ -38,7 +38,7 @@ def exact(options: Mapping[str, Any], answer: str) -> Score:
 
 
 def includes(options: Mapping[str, Any], answer: str) -> Score:
-    """A target occurs in the answer as whole words, and nothing of `excludes` does."""
+    """A target occurs, not inside a longer name, and none of `excludes` does."""
     ignore = options.get("ignore_case", True)
     text = _folded(answer, ignore)
     for other in options.get("excludes", ()):
@@ -54,8 +54,8 @@ def _targets(options: Mapping[str, Any]) -> list[str]:
 
 
 def _folded(text: str, ignore_case: bool) -> str:
-    words = " ".join(text.split())
-    return words.casefold() if ignore_case else words
+    plain = " ".join(text.split())
+    return plain.casefold() if ignore_case else plain
 
 
 def _occurs(target: str, text: str) -> bool:
@@ -66,7 +66,7 @@ def _occurs(target: str, text: str) -> bool:
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 _HASHES = re.compile(r"####[ \t]*([^\n]+)")
-_SAID = re.compile(
+_STATED = re.compile(
     r"\banswer\**[ \t]*(?:is|:|=|\uff1a)(?!\w)[ \t]*:?\**[ \t]*(\S[^\n]{0,300})", re.IGNORECASE
 )
 
@@ -74,15 +74,15 @@ _SAID = re.compile(
 def commitments(answer: str) -> list[str]:
     """What an answer commits itself to, by the strongest kind of mark that it has."""
     text = answer[-MAX_CHARS:]
-    if boxed := list(_boxes(text)):
+    if boxed := list(_boxed_contents(text)):
         return boxed
-    for mark in (_HASHES, _SAID):
+    for mark in (_HASHES, _STATED):
         if found := [match[1].strip() for match in mark.finditer(text)]:
             return found
     return []
 
 
-def _boxes(text: str) -> Iterator[str]:
+def _boxed_contents(text: str) -> Iterator[str]:
     """The contents of `\\boxed{...}`, with balanced braces."""
     at = 0
     while match := _BOXED.search(text, at):
@@ -128,9 +128,9 @@ def _decimal(text: str) -> Fraction:
 
 def number(options: Mapping[str, Any], answer: str) -> Score:
     """The number that the answer commits itself to, else its last one, is the target."""
-    said = commitments(answer)
-    if said:
-        value, why = sole([_stated_number(one) for one in said])
+    stated = commitments(answer)
+    if stated:
+        value, why = sole([_stated_number(one) for one in stated])
     else:
         value, why = number_of(answer[-MAX_CHARS:], last=True), "no number found"
     if value is None:
@@ -183,9 +183,9 @@ def letter_of(text: str, choices: Sequence[str]) -> str | None:
 def choice(options: Mapping[str, Any], answer: str) -> Score:
     """The one choice that the answer commits itself to is the target."""
     choices = options.get("choices", ())
-    said = commitments(answer)
-    if said:
-        value, why = sole([letter_of(one, choices) for one in said])
+    stated = commitments(answer)
+    if stated:
+        value, why = sole([letter_of(one, choices) for one in stated])
     else:
         lines = [line for line in answer[-MAX_CHARS:].splitlines() if line.strip()]
         value = letter_of(lines[0], choices) if len(lines) == 1 else None

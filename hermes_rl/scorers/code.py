@@ -21,7 +21,7 @@ _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
 )
 _PYTHON = ("", "python", "py", "python3")
-_BOX = Path(__file__).with_name("code_box.py")
+_PROGRAM = Path(__file__).with_name("code_box.py")
 
 _SCRIPT = """\
 if ! command -v python3 >/dev/null; then echo "cannot-judge=no python3 in the sandbox" >&3
@@ -34,7 +34,7 @@ fi
 def extract_code(answer: str, functions: tuple[str, ...] = ()) -> str | None:
     """The last fenced Python block, of those that define `functions`; without a fence the answer.
 
-    None when nothing of it is Python that defines them.
+    None when none of it is Python that defines them.
     """
     blocks: list[str] = [text for tag, text in _FENCE.findall(answer) if tag.lower() in _PYTHON]
     for text in reversed(blocks or [answer]):
@@ -70,7 +70,7 @@ def code_tests(options: Mapping[str, Any], answer: str) -> CodeTests | None:
     if code is None:
         return None
     setup, tests = options.get("setup", ""), options["tests"]
-    files = {_BOX.name: _BOX.read_bytes()}
+    files = {_PROGRAM.name: _PROGRAM.read_bytes()}
     plan = {"setup": setup, "tests": tests, "functions": functions or _called(setup, tests)}
     files["tests.json"] = json.dumps(plan).encode()
     files["candidate.json"] = json.dumps({"setup": setup, "code": code}).encode()

@@ -128,13 +128,13 @@ def _at(value: Any, path: str) -> Any:
 def mathematics(options: Mapping[str, Any], answer: str) -> Score:
     """The expression that the answer commits itself to equals the target (package math-verify)."""
     target = (commitments(options["target"]) or [options["target"]])[-1]
-    said = commitments(answer) or [answer.strip().splitlines()[-1] if answer.strip() else ""]
-    values = [_expression(one) for one in dict.fromkeys(said)]
+    stated = commitments(answer) or [answer.strip().splitlines()[-1] if answer.strip() else ""]
+    values = [_expression(one) for one in dict.fromkeys(stated)]
     if not values[0]:
         return Score(0.0, "no expression found")
     if not all(_equal(values[0], other) for other in values[1:]):
         return Score(0.0, "several different answers")
-    return scored(_equal(_expression(target), values[0]), f"answer {said[0][:80]!r}")
+    return scored(_equal(_expression(target), values[0]), f"answer {stated[0][:80]!r}")
 
 
 def _expression(text: str) -> Any:

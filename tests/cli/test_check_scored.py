@@ -6,12 +6,12 @@ from cli_runner import run_cli, write_rows
 
 
 def test_forged_answers_are_played(tmp_path: Path) -> None:
-    asked = "Is the sky red or blue? Answer: blue or red"
+    prompt = "Is the sky red or blue? Answer: blue or red"
     sound = {"type": "includes", "target": "blue", "excludes": ["red"]}
     rows = [
-        {"id": "sound", "prompt": asked, "score": sound, "oracle": "It is blue, isn't it?"},
-        {"id": "open", "prompt": asked, "score": {"type": "includes", "target": "blue"}},
-        {"id": "judged", "prompt": asked, "score": {"type": "judge", "rubric": "Is it?"}},
+        {"id": "sound", "prompt": prompt, "score": sound, "oracle": "It is blue, isn't it?"},
+        {"id": "open", "prompt": prompt, "score": {"type": "includes", "target": "blue"}},
+        {"id": "judged", "prompt": prompt, "score": {"type": "judge", "rubric": "Is it?"}},
     ]
     write_rows(tmp_path / "qa.jsonl", *rows)
     result = run_cli("check", "qa.jsonl", "--run", "--json", cwd=tmp_path)
@@ -20,7 +20,7 @@ def test_forged_answers_are_played(tmp_path: Path) -> None:
     assert (found["bad"], found["verified"], found["oracles"]) == ([], 3, 1)
     played = found["played"]
     assert (played["oracle"]["wrong"], played["no-op"]["wrong"]) == ([], [])
-    assert played["forged answers"]["tasks"] == 2, "judges cost money: they are not asked"
+    assert played["forged answers"]["tasks"] == 2, "judges cost money: they are left out"
     assert played["forged answers"]["wrong"] == [
         "open (repeats the prompt): reward 1.0, wanted 0.0"
     ]

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.errors import VerifierFault
@@ -126,8 +126,8 @@ async def test_functions_of_users(process: ScorerProcess, tmp_path: Path) -> Non
     row = {"messages": [{}], "metadata": {"want": "x"}}
 
     async def call(name: str, **options: Any) -> Any:
-        given = {"function": f"{tmp_path}/mine.py:{name}", "options": options}
-        return await process.score("python", given, "x", row)
+        options_of = {"function": f"{tmp_path}/mine.py:{name}", "options": options}
+        return await process.score("python", options_of, "x", row)
 
     assert await call("length", longest=2) == (0.5, "1 messages")
     assert (await call("later")).value == 1.0
@@ -137,7 +137,7 @@ async def test_functions_of_users(process: ScorerProcess, tmp_path: Path) -> Non
             await call(name)
 
 
-@given(st.sampled_from(sorted(READERS)), st.text(max_size=300))
+@hypothesis.given(st.sampled_from(sorted(READERS)), st.text(max_size=300))
 def test_readers_take_any_text(kind: str, answer: str) -> None:
     (scorer,) = parse_scores(SCORES[kind])
     assert READERS[kind](scorer.options, answer).value in (0.0, 1.0)

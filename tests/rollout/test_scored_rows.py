@@ -63,8 +63,11 @@ cat "$VERIFY/messages.json"; exit 3
     assert [message["role"] for message in found] == [
         *("system", "user", "assistant", "tool", "assistant"),
     ]
-    own = {"script": 'test "$(cat "$VERIFY/answer.txt")" = own', "files": {"answer.txt": "own"}}
-    assert (await opened.attempt({"prompt": script("The end"), "verify": own})).reward == 1.0
+    shadowed = {
+        "script": 'test "$(cat "$VERIFY/answer.txt")" = own',
+        "files": {"answer.txt": "own"},
+    }
+    assert (await opened.attempt({"prompt": script("The end"), "verify": shadowed})).reward == 1.0
 
 
 @pytest.mark.parametrize("name", FORGED)
