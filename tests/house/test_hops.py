@@ -37,8 +37,8 @@ from hermes_rl.wiring import open_run_context
 CEILINGS = {
     "one chat call": 20,
     "one tool call": 10,
-    "grading and ending": 12,  # with the launcher, and with what the next sandbox takes over
-    "a run of one row": 85,
+    "grading and ending": 13,  # with the launcher, and with what the next sandbox takes over
+    "a run of one row": 86,
 }
 STEPS = [
     {"run": "echo 1"},
