@@ -159,6 +159,8 @@ class CallStarted(_Event, frozen=True, kw_only=True, tag="call_start"):
     """The output cap that was sent; None when none was."""
     unsent: tuple[str, ...] = ()
     """Sampling parameters that it went without, since the endpoint refused them by name."""
+    continues: str | None = None
+    """The call whose answer the engine cut off: this prompt ends with its tokens."""
 
 
 class CallEnded(_Event, frozen=True, kw_only=True, tag="call_end"):
@@ -211,6 +213,9 @@ class TokensAdded(_Event, frozen=True, kw_only=True, tag="tokens"):
     min_p: float | None = None
     shaped_by: tuple[str, ...] = ()
     """Names of what else changed the distribution: penalties, biases, grammars."""
+    versions: tuple[tuple[str | None, int], ...] = ()
+    """Policy versions of the sampled tokens, each with the index after its last token; empty if one
+    version (`CallEnded.policy_version`) is that of all."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +35,10 @@ from hermes_rl.usage import Usage, total_usage
 
 UNSENT = "unsent_"
 """Prefix of metrics: a sampling parameter that calls went without, since an endpoint refused it."""
+
+REDRAWN = "redrawn_answers"
+"""Metric of a row: answers that broke off and were sampled again from their beginning. Long answers
+break off more often, so such a redraw makes the answers that are left shorter."""
 
 RESUMED = "resumed_turns"
 """Metric of a row that resumed from a checkpoint: turns before it, whose calls are in rows of
@@ -238,6 +242,7 @@ class _Fold:
             **bounds,
             **{name: float(n) for name, n in decided.items()},
             **unsent,
+            **_redrawn(self.starts, self.ends),
             **redacted,
             **resumed,
             **self.ended.metrics,
@@ -384,6 +389,21 @@ def _stat(tool: str, used: list[ev.MessageAdded]) -> ToolStat:
     ok = sum(e.tool_ok is not False for e in used)
     seconds = sum(e.seconds or 0.0 for e in used)
     return ToolStat(tool=tool, calls=len(used), ok=ok, errors=len(used) - ok, seconds=seconds)
+
+
+def _redrawn(
+    starts: Sequence[ev.CallStarted], ends: Mapping[str, ev.CallEnded]
+) -> dict[str, float]:
+    """Return the metric of answers that were sampled again."""
+    continued = {s.continues for s in starts}
+    latest = {(s.purpose, s.agent, s.turn): s.call_id for s in starts}
+    number = sum(
+        s.call_id not in continued and s.call_id != latest[s.purpose, s.agent, s.turn]
+        for s in starts
+        if (end := ends.get(s.call_id)) is not None and end.outcome == "cut"
+        if end.usage is None or end.usage.output_tokens != 0
+    )
+    return {REDRAWN: float(number)} if number else {}
 
 
 def thrown_away(stream: Iterable[ev.Event]) -> dict[str, str]:

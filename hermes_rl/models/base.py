@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from hermes_rl.events import ForkReason as ForkReason
 from hermes_rl.events import LogprobsKind as LogprobsKind
@@ -165,6 +165,28 @@ class Sampling:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in pairs.items()}
 
 
+OUTPUT_LIMITS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+    "n_predict",
+)
+"""Body fields for the output limit, in the dialects and token wires."""
+
+
+@dataclass(frozen=True)
+class PartialAnswer:
+    """The sampled beginning of an answer that the engine cut off."""
+
+    call_id: str
+    """Of the request that sampled its last tokens."""
+    prompt_ids: tuple[int, ...]
+    """Of the answer, without its own tokens."""
+    ids: tuple[int, ...]
+    """All tokens so far, of all of its requests."""
+
+
 @dataclass(frozen=True)
 class ModelRequest:
     """One request in the internal form."""
@@ -199,9 +221,20 @@ class ModelRequest:
     token-exact training."""
     prompt_ids: tuple[int, ...] | None = None
     """The prompt as token ids, for wires that accept them in place of the conversation."""
+    partial: PartialAnswer | None = None
+    """Continue this answer. Only clients that return partial answers can."""
     continuable: bool = False
     """The caller can continue a partial answer: a stream that breaks off after some text raises
     `AnswerInterrupted` with that text and is not retried."""
+
+
+class VersionSpan(NamedTuple):
+    """Completion tokens of one version of the weights."""
+
+    version: str | None
+    """None if it is unknown."""
+    end: int
+    """Index after its last token; it begins where the last span ends."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +257,8 @@ class TokenCapture:
     min_p: a grammar for tool calls, penalties."""
     sampling: Sampling | None = None
     """The sampling that was sent, if it differs from the request's."""
+    versions: tuple[VersionSpan, ...] = ()
+    """Of the policy, where the response tells them by token."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +278,8 @@ class Completion:
     policy_version: str | None = None
     rate_limit: dict[str, str] = field(default_factory=dict)
     """The rate-limit headers of the response, lower case."""
+    partial: PartialAnswer | None = None
+    """The answer so far, if the engine cut it off and a further request can continue it."""
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:

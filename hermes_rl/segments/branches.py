@@ -2,13 +2,14 @@
 
 A branch is a chain of calls of one agent, each of which extends the previous one. An answer that is
 in no conversation (discarded, aborted, or a summary) is detached: it has its own branch, and later
-calls continue from its prompt.
+calls continue from its prompt. An answer that the engine cut off and that another call completed is
+one answer of several calls: what became of the last one holds for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hermes_rl import events as ev
@@ -61,20 +62,35 @@ def captured_calls(stream: Sequence[ev.Event]) -> CapturedCalls:
     wanted = {e.call_id for e in tokens}
     ends = {e.call_id: (n, e) for n, e in enumerate(stream) if isinstance(e, ev.CallEnded)}
     thrown = thrown_away(stream)
-    calls = {
-        e.call_id: _calls(e, place, ends.get(e.call_id), len(stream), e.call_id in thrown)
-        for place, e in enumerate(stream)
-        if isinstance(e, ev.CallStarted) and e.call_id in wanted
-    }
+    calls: dict[str, CapturedCall] = {}
+    starts = [(n, e) for n, e in enumerate(stream) if isinstance(e, ev.CallStarted)]
+    starts = [(n, e) for n, e in starts if e.call_id in wanted]
+    rest = {e.continues: e.call_id for _, e in starts if e.continues is not None}
+    for place, e in reversed(starts):  # the rest of an answer before its beginning
+        call = _call(e, place, ends.get(e.call_id), len(stream), e.call_id in thrown)
+        if e.call_id in rest:
+            call = replace(call, detached=calls[rest[e.call_id]].detached)
+        calls[e.call_id] = call
     named = [(e.agent, e.inner) if isinstance(e, ev.SubagentEvent) else (MAIN, e) for e in stream]
     return CapturedCalls(
         tokens=tokens,
-        calls=calls,
+        calls=dict(reversed(calls.items())),
         contexts=[(a, n) for n, (a, e) in enumerate(named) if isinstance(e, ev.ContextStarted)],
         reasoning_turns=frozenset(
             (a, e.turn) for a, e in named if isinstance(e, ev.MessageAdded) and _has_reasoning(e)
         ),
     )
+
+
+def token_versions(call: CapturedCall, added: ev.TokensAdded) -> list[str | None]:
+    """Return the policy version of each sampled token; None if it is unknown."""
+    count = len(added.sampled) // 4
+    if not added.versions:
+        return [call.policy_version] * count
+    found: list[str | None] = []
+    for version, end in added.versions:
+        found += [version] * (min(end, count) - len(found))
+    return found + [None] * (count - len(found))
 
 
 def version_number(text: str | None) -> int:
@@ -84,7 +100,7 @@ def version_number(text: str | None) -> int:
     return int(text) if int(text) < 1 << 31 else -1
 
 
-def _calls(
+def _call(
     start: ev.CallStarted,
     place: int,
     ended: tuple[int, ev.CallEnded] | None,

@@ -6,12 +6,19 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from hermes_rl.events import LogprobsKind, TokensAdded, unpack_logprobs
 from hermes_rl.models.tokens import LOWEST
 from hermes_rl.record import Segment, Trajectory
-from hermes_rl.segments.branches import Branch, Branches, CapturedCall, version_number
+from hermes_rl.segments.branches import (
+    Branch,
+    Branches,
+    CapturedCall,
+    token_versions,
+    version_number,
+)
 
 Exclusion = Literal[
     "failed",
@@ -59,9 +66,9 @@ def exclusion_reason(
         calls: the calls that the branch trains.
         path: all calls with answers on its path, and their tokens.
     """
-    if not ok:
-        return "failed"
     detached = next((call.detached for call in calls if call.detached is not None), None)
+    if not ok and detached != "aborted":
+        return "failed"
     if detached is not None:
         return detached
     if any(added.source == "retokenized" for _, added in path):
@@ -137,14 +144,13 @@ class _Columns:
     """The first sampled position of each of these nodes."""
     invalid_logprobs: bool = False
 
-    def extend(self, ids: list[int], turn: int, version: int, *, sampled: bool, loss: bool) -> None:
-        """Add tokens, but not their logprobs."""
+    def extend(self, ids: list[int], turn: int, *, sampled: bool, loss: bool) -> None:
+        """Add tokens, but not their logprobs and versions."""
         number = len(ids)
         self.ids += ids
         self.loss += [loss] * number
         self.sampled += [sampled] * number
         self.turns += [turn] * number
-        self.versions += [version] * number
 
 
 def build_segments(branches: Branches, row: Trajectory) -> list[Segment]:
@@ -192,15 +198,16 @@ def _columns(branches: Branches, branch: Branch) -> _Columns:
         call, added = branches.call(stretch.node)
         ids = _ids(stretch.data)
         if not stretch.sampled:
-            columns.extend(ids, turn, -1, sampled=False, loss=False)
+            columns.extend(ids, turn, sampled=False, loss=False)
             columns.logprobs += [None] * len(ids)
+            columns.versions += [-1] * len(ids)
             continue
         turn = call.turn
         columns.calls.append(stretch.node)
         columns.starts.append(len(columns.ids))
         loss = stretch.node in trained and call.detached != "aborted"
-        version = version_number(call.policy_version)
-        columns.extend(ids, turn, version, sampled=True, loss=loss)
+        columns.extend(ids, turn, sampled=True, loss=loss)
+        columns.versions += map(version_number, token_versions(call, added)[: len(ids)])
         logprobs = stored_logprobs(added)[: len(ids)]
         columns.invalid_logprobs |= added.logprobs is not None and None in logprobs
         columns.logprobs += logprobs
@@ -236,7 +243,8 @@ def _origin(
 ) -> dict[str, Any]:
     kinds = {added.logprobs_kind for _, added in path}
     sources = {added.source for _, added in path}
-    versions = [c.policy_version for c, _ in sampled if c.policy_version is not None]
+    found = (token_versions(call, added) for call, added in sampled)
+    versions = [v for v in dict.fromkeys(chain.from_iterable(found)) if v is not None]
     numbered = all(version_number(v) >= 0 for v in versions)
     key = version_number if numbered else versions.index
     last, added = sampled[-1]

@@ -19,7 +19,7 @@ import msgspec
 from hermes_rl.events import ForkReason, TokensAdded, pack_ids
 from hermes_rl.models.tokens import TokenGraph, TokensFault
 from hermes_rl.record import Segment
-from hermes_rl.segments.branches import CapturedCall, version_number
+from hermes_rl.segments.branches import CapturedCall, token_versions, version_number
 from hermes_rl.segments.rows import Exclusion, is_plain_sampling, stored_logprobs
 
 Row = Mapping[str, Any]
@@ -273,7 +273,8 @@ def _fact_faults(
         yield f"call {call.call_id}: its logprobs differ from the row"
     if set(segment.turn_ids[run.start : run.end]) != {call.turn}:
         yield f"call {call.call_id} is of turn {call.turn}"
-    if set(segment.version_ids[run.start : run.end]) != {version_number(call.policy_version)}:
+    versions = [version_number(v) for v in token_versions(call, added)]
+    if segment.version_ids[run.start : run.end] != versions[: run.end - run.start]:
         yield f"call {call.call_id} is of policy version {call.policy_version}"
     if segment.finish_reasons[place] != (call.finish_reason or ""):
         yield f"call {call.call_id} ended with {call.finish_reason}"

@@ -11,7 +11,9 @@ its standard input closes when `--until-eof` is given. In a test:
 It speaks vLLM's `/v1/completions`, `/inference/v1/generate` and Chat Completions with ids, SGLang's
 `/generate`, and llama.cpp's `/completion`. It samples from a toy policy, or plays a script,
 tokenized in unusual ways on request (`exact_engine_model`). Its log has the ids that it was sent
-and that it sampled, also for answers that it lost on purpose.
+and that it sampled, also for answers that it lost on purpose. Answers can be aborted and paused,
+and weights replaced (`exact_engine_running`). An answer that was cut off is remembered: a prompt
+that ends with its tokens gets the rest of it.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from hermes_rl.testing.exact_engine_model import (
     sample,
     scripted,
 )
+from hermes_rl.testing.exact_engine_running import CONTROLS, Generation, Running
 from hermes_rl.testing.exact_engine_wires import (
     CHAT,
     WIRES,
@@ -104,6 +107,11 @@ class ExactConfig:
     """Of the weights."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     latency_s: float = 0.0
+    """Duration of each answer."""
+    token_s: float = 0.0
+    """Further duration per token."""
+    refuse_paused: bool = False
+    """Refuse requests during a pause with 503."""
     log: Path | None = None
     """Appended to, one JSON line per request."""
     port: int = 0
@@ -135,7 +143,10 @@ class ExactEngine(Server):
         self._policy = Policy(self.vocabulary, config.seed, end)
         self._prompt_counts: Counter[bytes] = Counter()
         self._cached: set[bytes] = set()
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._remainders: dict[bytes, list[tuple[Sampled, float]]] = {}
+        """Prompt and tokens of an answer that was cut off -> its other tokens, and their time."""
+        self.running = Running[_Job](config.version, self._ended)
+        """The answers in progress."""
 
     async def __aenter__(self) -> Self:
         self._log = LineLog(self.config.log)
@@ -143,8 +154,7 @@ class ExactEngine(Server):
 
     async def aclose(self) -> None:
         """Stop listening, and close every connection and the log."""
-        for timer in self._timers:
-            timer.cancel()
+        self.running.close()
         await super().aclose()
         self._log.close()
 
@@ -158,6 +168,10 @@ class ExactEngine(Server):
         if request.method == "GET" or request.path == "/tokenize":
             self._answer_query(connection, request)
             return
+        if request.path in CONTROLS:
+            self.running.control(request.path, msgspec.json.decode(request.body or b"{}"))
+            connection.send(head(200, {"content-type": "application/json"}, 2) + b"{}")
+            return
         self.requests += 1
         call_id = request.headers.get("x-hermes-call-id")
         job = Truth(
@@ -167,13 +181,7 @@ class ExactEngine(Server):
             route=request.path,
             outcome="refused",
         )
-        if not self.config.latency_s:
-            self._serve(connection, request, job)
-            return
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.config.latency_s, self._serve, connection, request, job)
-        self._timers = {t for t in self._timers if not t.cancelled() and t.when() > loop.time()}
-        self._timers.add(timer)
+        self._serve(connection, request, job)
 
     def lost(self, connection: Connection) -> None:
         """Do nothing: an answer to a lost client is still sampled and logged."""
@@ -187,6 +195,9 @@ class ExactEngine(Server):
             )
             return
         assert wire is not None
+        if self.running.paused and self.config.refuse_paused:
+            self._refuse(connection, job, Refusal(503, "server_error", None, "Loading weights"))
+            return
         fault = self.faults.draw((job.call_id or str(job.n)).encode())
         if fault is not None and (refusal := refusal_for(fault, "chat_completions")):
             self._refuse(connection, msgspec.structs.replace(job, fault=fault), refusal)
@@ -200,7 +211,33 @@ class ExactEngine(Server):
         if job.fault and (refusal := refusal_for(job.fault, "chat_completions")):
             self._refuse(connection, job, refusal)
             return
-        self._send(connection, job, answer, wire, scripted=scripted is not None)
+        tokens = drawn = len(answer.sampled.ids)
+        seconds = self.config.latency_s + self.config.token_s * tokens
+        if remainders := self._remainders.get(_key(answer.prompt)):
+            drawn, (_, seconds) = 0, remainders.pop(0)
+        job = msgspec.structs.replace(job, scripted=scripted is not None, drawn=drawn)
+        what = _Job(connection, wire, job, answer)
+        self.running.start(Generation(what, tokens, seconds))
+
+    def _ended(
+        self, generation: Generation[_Job], tokens: int, how: Literal["complete", "abort", "close"]
+    ) -> None:
+        """Send an answer with its tokens so far."""
+        what, versions = generation.what, tuple(generation.spans)
+        answer, job = (
+            replace(what.answer, versions=versions, version=self.running.version),
+            what.job,
+        )
+        if how != "complete":
+            whole = answer.sampled
+            key = _key((*answer.prompt, *whole.ids[:tokens]))
+            left = generation.seconds * (1 - tokens / max(1, generation.tokens))
+            self._remainders.setdefault(key, []).append((whole.part(tokens, None), left))
+            part = msgspec.structs.replace(whole.part(0, tokens), finish="abort", stop_id=None)
+            answer = replace(answer, sampled=part)
+        if how == "close":
+            job = msgspec.structs.replace(job, fault="reset")
+        self._send(what.connection, job, answer, what.wire)
 
     def _answer(
         self, request: EngineRequest, job: Truth, wire: Wire
@@ -218,7 +255,7 @@ class ExactEngine(Server):
             kind=self.config.logprobs,
             request_id=job.request_id,
             cached=self._remember(prompt, sampled.ids),
-            version=self.config.version,
+            version=self.running.version,
             spelling=self.config.chat_ids,
         )
         if wire.name != CHAT or self._chat is None:
@@ -233,6 +270,8 @@ class ExactEngine(Server):
         params, window = request.params, self.config.window
         limits = [params.max_tokens, None if window is None else window - len(prompt)]
         key = struct.pack(f"<{len(prompt)}Iq", *prompt, (params.seed or 0) % (1 << 62))
+        if remainders := self._remainders.get(_key(prompt)):
+            return remainders[0][0], None
         times = self._prompt_counts[key]
         self._prompt_counts[key] += 1
         say = self._speaker(
@@ -295,8 +334,6 @@ class ExactEngine(Server):
         job: Truth,
         answer: EngineAnswer,
         wire: Wire,
-        *,
-        scripted: bool,
     ) -> None:
         broken, sampled = job.fault in BREAKS, answer.sampled
         served = msgspec.structs.replace(
@@ -308,13 +345,13 @@ class ExactEngine(Server):
             scaled_logprobs=sampled.scaled,
             finish=sampled.finish,
             temperature=answer.request.params.temperature,
-            scripted=scripted,
+            versions=answer.versions,
         )
         self._log.add(served)
         body = msgspec.json.encode(wire.write(answer))
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
-        if self.config.version is not None and wire.name != "sglang":
-            headers["x-policy-version"] = self.config.version
+        if answer.version is not None and wire.name != "sglang":
+            headers["x-policy-version"] = answer.version
         if job.fault == "reset":
             connection.reset()
         elif job.fault == "garbage":
@@ -350,6 +387,20 @@ class ExactEngine(Server):
             status = 404
         body = msgspec.json.encode(form)
         connection.send(head(status, {"content-type": "application/json"}, len(body)) + body)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One request whose answer is known."""
+
+    connection: Connection
+    wire: Wire
+    job: Truth
+    answer: EngineAnswer
+
+
+def _key(prompt: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(prompt)}I", *prompt)
 
 
 def read_vocabulary(path: Path) -> Vocabulary:

@@ -156,6 +156,11 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     """stop, length or abort."""
     stop_id: int | None = None
 
+    def part(self, start: int, end: int | None) -> Sampled:
+        """Return some of the tokens."""
+        span, lists = slice(start, end), ("ids", "raw", "scaled", "processed", "top")
+        return msgspec.structs.replace(self, **{name: getattr(self, name)[span] for name in lists})
+
 
 class Policy:
     """The toy policy.

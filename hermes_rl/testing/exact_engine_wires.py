@@ -158,10 +158,13 @@ class EngineAnswer:
     request_id: str
     cached: int
     version: str | None
+    """When the answer ended."""
     spelling: str = "vllm"
     """The engine whose field names a chat answer uses for ids."""
     message: Json = field(default_factory=dict)
     """Of a chat answer."""
+    versions: tuple[tuple[str | None, int], ...] = ()
+    """Versions of its tokens, each with the index after its last token."""
 
     @property
     def text(self) -> str:
@@ -200,6 +203,15 @@ class EngineAnswer:
             yield "length", output
         elif stop_id is not None:
             yield "matched", stop_id
+        if self.version is not None:
+            starts = (0, *(end for _, end in self.versions))
+            yield (
+                "weight_versions",
+                [
+                    {"version": version, "start": start, "end": end}
+                    for start, (version, end) in zip(starts, self.versions, strict=False)
+                ],
+            )
         if request.ids:
             for prefix in ("", f"{self.spelling}_"):
                 yield f"{prefix}prompt_ids", list(self.prompt)

@@ -116,6 +116,11 @@ class Truth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scaled_logprobs: tuple[float, ...] = ()
     """Of the distribution at the request's temperature."""
     finish: str | None = None
+    """`abort` if `sampled_ids` are only the beginning of the answer."""
+    drawn: int = 0
+    """Tokens of the whole answer; 0 if this is the rest of one that was cut off."""
+    versions: tuple[tuple[str | None, int], ...] = ()
+    """Of the weights, each with the index after its last token."""
     temperature: float | None = None
     fault: str | None = None
     scripted: bool = False

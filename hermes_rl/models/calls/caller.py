@@ -29,10 +29,18 @@ from hermes_rl.errors import (
 )
 from hermes_rl.events import CallEnded, CallStarted, Outcome, Purpose, Waited
 from hermes_rl.messages import SystemMessage, UserMessage
-from hermes_rl.models.base import Completion, Conversation, ModelClient, ModelRequest, Sampling
+from hermes_rl.models.base import (
+    OUTPUT_LIMITS,
+    Completion,
+    Conversation,
+    ModelClient,
+    ModelRequest,
+    Sampling,
+)
 from hermes_rl.models.calls.recovery import (
     Account,
     Action,
+    AnswerCut,
     CallRecovery,
     Failure,
     GiveUp,
@@ -125,7 +133,8 @@ class ModelCaller:
         """Return one answer, making as many requests as it needs.
 
         Each request gets its own `call_id`, and the route's model. A streamed answer that breaks
-        off is requested again, so `on_delta` may receive its beginning twice.
+        off is requested again, so `on_delta` may receive its beginning twice. An answer that the
+        engine cut off is continued where its client can (`Completion.partial`).
 
         Raises: ModelError if it is final or the time limit is reached (Outage if no call was
             answered in that time); CostLimit; CancelledError at once.
@@ -297,15 +306,6 @@ def _mark_alive_on_text(request: ModelRequest, traffic: Traffic) -> ModelRequest
     return replace(request, on_delta=on_delta) if request.stream else request
 
 
-_BOUNDS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "max_output_tokens",
-    "max_new_tokens",
-    "n_predict",
-)
-"""Body fields for the output limit, in the dialects and token wires."""
-
 _COUNTED_PROMPT = "prompt tokens"
 
 PromptHeads = MutableMapping[Hashable, int]
@@ -398,6 +398,7 @@ class Attempts:
                     max_input_tokens=max_input,
                     max_output_tokens=_output_limit(request),
                     unsent=sending.unsent,
+                    continues=None if request.partial is None else request.partial.call_id,
                 )
             )
             answer = await self._answer(sending, reservation, slot)
@@ -524,7 +525,7 @@ class Attempts:
 def _output_limit(request: ModelRequest) -> int | None:
     """Return the output limit in the sampling or in extra body fields. Of several, return the
     largest: only the server knows which one it obeys."""
-    limits = (request.sampling.max_tokens, *(request.extra.get(name) for name in _BOUNDS))
+    limits = (request.sampling.max_tokens, *(request.extra.get(name) for name in OUTPUT_LIMITS))
     return max((n for n in limits if type(n) is int and n > 0), default=None)
 
 
@@ -550,13 +551,13 @@ def _error_of_answer(answer: Completion) -> ModelError | None:
         return ContentFiltered(
             "the provider's filter withheld the answer", request_id=answer.request_id, served=True
         )
-    if answer.finish_reason in ("abort", "error"):
-        return ModelAborted(
-            f"the engine gave the request up (finish reason {answer.finish_reason})",
-            request_id=answer.request_id,
-            served=True,
-        )
-    return None
+    if answer.finish_reason not in ("abort", "error"):
+        return None
+    text = f"the engine gave the request up (finish reason {answer.finish_reason})"
+    if answer.partial is not None:
+        return AnswerCut(text, answer.partial, request_id=answer.request_id)
+    began = answer.usage is None or answer.usage.output_tokens != 0
+    return ModelAborted(text, request_id=answer.request_id, served=began)
 
 
 def _describe(error: BaseException) -> str:

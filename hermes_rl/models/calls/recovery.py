@@ -56,7 +56,7 @@ from hermes_rl.errors import (
     Reason,
 )
 from hermes_rl.messages import UserMessage
-from hermes_rl.models.base import Adaptation, ModelClient, ModelRequest, Sampling
+from hermes_rl.models.base import Adaptation, ModelClient, ModelRequest, PartialAnswer, Sampling
 from hermes_rl.models.key_command import KeyRenewed
 from hermes_rl.models.prepare import has_shrinkable_image
 from hermes_rl.models.providers import PriceTable
@@ -281,6 +281,18 @@ class RetryPolicy:
     """Failures at an unavailable or rate-limited server before the next route is used."""
 
 
+class AnswerCut(ModelAborted):
+    """The engine cut an answer off; another request continues it.
+
+    Args:
+        partial: the answer so far; the request that failed sampled some of it.
+    """
+
+    def __init__(self, text: str, partial: PartialAnswer, *, request_id: str | None = None) -> None:
+        super().__init__(text, request_id=request_id, served=True)
+        self.partial = partial
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """A failed request, and everything else that the next decision depends on."""
@@ -301,7 +313,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Resend:
-    """Send again at once, with a change that `Recovery` has learned."""
+    """Send again at once: with a change that `Recovery` has learned, or for the rest of an
+    answer."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +360,8 @@ _SWITCH_ACCOUNT: tuple[Reason, ...] = ("auth", "auth_permanent", "billing", "rat
 _NEVER_FALL_BACK: tuple[Reason, ...] = ("ssl_cert_verification", "provider_policy_blocked")
 """The user must fix these: another model would hide them."""
 
+WEIGHTS_CAP_S = 2.0
+"""The bound of a pause within a cut answer: engines that load weights are back soon."""
 _MIN_OUTPUT = 256
 """Minimum output tokens for which a request is worth sending."""
 _SMALL_WINDOW_OUTPUT = 4096
@@ -451,6 +466,8 @@ class CallRecovery:
         self._rollout, self._policy = rollout, rollout.policy
         self._failed = _Failures()
         self._output_cap: int | None = None
+        self._partial: PartialAnswer | None = None
+        """What the route has sampled of the answer."""
 
     def adapt_request(
         self, request: ModelRequest, imposed: Callable[[ModelRequest], int] | None = None
@@ -471,10 +488,13 @@ class CallRecovery:
         requested = request.sampling.max_tokens
         if cap is not None and (requested is None or requested > cap):
             request = replace(request, sampling=replace(request.sampling, max_tokens=cap))
-        return request
+        return request if self._partial is None else replace(request, partial=self._partial)
 
     def decide(self, at: Failure) -> Action:
         """Decide the next step after a failure."""
+        if isinstance(at.error, AnswerCut):  # progress: no failure of this request or its server
+            self._failed, self._partial = _Failures(), at.error.partial
+            return Resend()
         for step in (self._adapt, self._rotate, self._lower_output, self._fall_back):
             action = step(at)
             if action is not None:
@@ -548,7 +568,7 @@ class CallRecovery:
             return None
         self.route += 1
         self._rollout.route = max(self._rollout.route, self.route)
-        self._failed, self._output_cap = _Failures(), None
+        self._failed, self._output_cap, self._partial = _Failures(), None, None
         return FallBack()
 
     def _wait(self, at: Failure) -> Wait | GiveUp:
@@ -564,13 +584,16 @@ class CallRecovery:
         call.replaced.clear()
         if call.counted >= policy.max_attempts:
             return GiveUp(error)
-        bound = min(policy.cap_s, policy.base_s * 2 ** min(call.number, 30))
+        cut = self._partial is not None or isinstance(error, ModelAborted)
+        cap_s = min(policy.cap_s, WEIGHTS_CAP_S) if cut else policy.cap_s
+        bound = min(cap_s, policy.base_s * 2 ** min(call.number, 30))
         call.number += 1
         # Jitter on top of the server's hint, so that refused requests do not return together.
         hint = min(error.retry_after_s or 0.0, policy.hint_s)
         pause = hint + self._rollout.uniform(0.0, bound)
         doubtful = call.unexplained == policy.max_attempts and not call.probed
-        wait = Wait(pause, renew=self._renewal(error), paid=error.served, probe=doubtful)
+        paid = error.served and not isinstance(error, ModelAborted)
+        wait = Wait(pause, renew=self._renewal(error), paid=paid, probe=doubtful)
         call.probed = call.probed or doubtful
         return self._in_time(wait, at)
 
@@ -655,7 +678,7 @@ def _waiting_helps(error: ModelError) -> bool:
     """Return whether the server is temporarily overloaded or unreachable."""
     if isinstance(error, RateLimited | Overloaded):
         return True
-    return isinstance(error, ConnectionLost) and not error.served
+    return isinstance(error, ConnectionLost | ModelAborted) and not error.served
 
 
 def _request_may_be_at_fault(error: ModelError) -> bool:
@@ -663,6 +686,4 @@ def _request_may_be_at_fault(error: ModelError) -> bool:
     fail again where others succeed."""
     if isinstance(error, RateLimited | Overloaded | ConnectionLost):
         return False
-    return isinstance(error, ProtocolError | ModelAborted) or (
-        error.served and error.status is None
-    )
+    return isinstance(error, ProtocolError) or (error.served and error.status is None)

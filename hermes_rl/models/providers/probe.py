@@ -27,6 +27,7 @@ from hermes_rl.errors import (
     BadRequest,
     BillingError,
     ConnectionLost,
+    ModelAborted,
     ModelError,
     ModelTimeout,
     Outage,
@@ -90,10 +91,10 @@ _TOOL = {
 }
 _TOKENIZER_TEST = "Naïve cafés count 12345 \t{}\n\n  日本語 🙂 isn't 'it'?"
 """A text that two different tokenizers are unlikely to encode alike."""
-_WAITS = (0.2, 1.0)
+_WAITS = (0.2, 1.0, 3.0)
 """Seconds before another try."""
 _LONGEST = 5.0
-_TRANSIENT = (RateLimited, Overloaded, ServerError, ModelTimeout, ConnectionLost)
+_TRANSIENT = (RateLimited, Overloaded, ServerError, ModelTimeout, ConnectionLost, ModelAborted)
 """Faults after which a call is tried again. A route that answers 500 every time does not exist."""
 
 
@@ -362,8 +363,10 @@ class Probe:
             data = await _post(where, wire.path, form)
             decoder = wire.decoder(request, ReplyHead({}))
             decoder.feed(data)
-            usage = decoder.finish().usage  # raises if the answer contradicts itself
-            return _Answer(usage, wire.likely(decode_json(data)))
+            answer = decoder.finish()  # raises if the answer contradicts itself
+            if answer.finish_reason == "abort":
+                raise ModelAborted("the engine gave the request up")
+            return _Answer(answer.usage, wire.likely(decode_json(data)))
 
         return ask
 

@@ -76,19 +76,22 @@ class TokenGraph:
             graph._put(event, agents.get(event.call_id, "main"))
         return graph
 
-    def add(self, tokens: TokensAdded, prompt: bytes, agent: str) -> TokensAdded:
+    def add(
+        self, tokens: TokensAdded, prompt: bytes, agent: str, after: str | None = None
+    ) -> TokensAdded:
         """Add a call.
 
         Args:
             tokens: the call without its position: `parent`, `kept` and `glue` are replaced.
             prompt: its whole prompt, as returned by `events.pack_ids`.
             agent: the agent that made the call.
+            after: the call whose answer it continues.
 
         Returns: the event to record.
 
         Raises: TokensFault for a call that is already in the graph.
         """
-        parent, shared = self._nearest(prompt, agent)
+        parent, shared = self._nearest(prompt, agent, self._index.get(after or "", -1))
         placed = msgspec.structs.replace(
             tokens,
             parent=self.nodes[parent].added.call_id if shared else None,
@@ -124,14 +127,15 @@ class TokenGraph:
             limit = min(limit, node.kept)
             number = node.parent
 
-    def _nearest(self, prompt: bytes, agent: str) -> tuple[int, int]:
+    def _nearest(self, prompt: bytes, agent: str, after: int) -> tuple[int, int]:
         """Return the node that shares most tokens with a prompt, and their number.
 
-        Among equals, a node whose whole path is shared comes first, then one of the same agent,
-        then the latest: the same answer may have been sampled twice. The tokens that a node added
-        are compared once, and only if everything before them is shared.
+        Among equals, a node whose whole path is shared comes first, then the one that the call
+        continues, then one of the same agent, then the latest: the same answer may have been
+        sampled twice. The tokens that a node added are compared once, and only if everything before
+        them is shared.
         """
-        best, rank = -1, (0, False, False)
+        best, rank = -1, (0, False, False, False)
         shared: list[int] = []
         for number, node in enumerate(self.nodes):
             before = shared[node.parent] if node.parent >= 0 else 0
@@ -141,7 +145,7 @@ class TokenGraph:
             if length == node.prompt_end:
                 length += _common(prompt, length, node.added.sampled)
             shared.append(length)
-            this = (length, length == node.end, node.agent == agent)
+            this = (length, length == node.end, number == after, node.agent == agent)
             if this > rank or (this == rank and this[1]):
                 best, rank = number, this
         return best, rank[0]
@@ -225,8 +229,9 @@ def record_tokens(
         top_k=_whole(sent.get("top_k")),
         min_p=_number(sent.get("min_p")),
         shaped_by=tuple(dict.fromkeys((*tokens.shaped_by, *shaped_by(request.extra)))),
+        versions=tuple((span.version, span.end) for span in tokens.versions),
     )
-    return graph.add(event, whole, agent)
+    return graph.add(event, whole, agent, request.partial.call_id if request.partial else None)
 
 
 def _logprobs(tokens: TokenCapture) -> bytes | None:

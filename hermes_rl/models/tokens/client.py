@@ -18,11 +18,13 @@ from typing import Any
 from hermes_rl.errors import ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.base import (
+    OUTPUT_LIMITS,
     Completion,
     ForkReason,
     LogprobsKind,
     ModelClient,
     ModelRequest,
+    PartialAnswer,
     Sampling,
     TokenCapture,
     TokenSource,
@@ -219,6 +221,13 @@ class _Pending:
     state: TokenState
     messages: Sequence[Message]
     prompt: Prompt
+    before: tuple[int, ...] = ()
+    """The tokens of the answer that earlier requests sampled."""
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """The ids that are sent as the prompt."""
+        return (*self.prompt.ids, *self.before)
 
 
 class _ExactClient(ABC):
@@ -283,7 +292,7 @@ class ChatIdsClient(_ExactClient):
         sent = replace(
             request,
             sampling=with_explicit_filters(request.sampling),
-            extra={**PENALTIES, **request.extra},
+            extra={**PENALTIES, **_VERSIONS, **request.extra},
             token_ids=True,
             logprobs=True,
             stream=request.stream and not self._whole,
@@ -297,6 +306,10 @@ class ChatIdsClient(_ExactClient):
         elif tokens.logprobs is not None and tokens.logprobs_kind == "unknown":
             tokens = replace(tokens, logprobs_kind=self._kind_in(sent.sampling, sent.extra))
         return replace(answer, tokens=tokens)
+
+
+_VERSIONS = {"return_weight_versions": True}
+"""Requests the versions of the weights by token from vLLM; other engines ignore it."""
 
 
 def _contradict(tokens: TokenCapture, usage: Usage | None) -> bool:
@@ -336,14 +349,21 @@ class TokenClient(_ExactClient):
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`. Raises also UserError for images, and if tools are offered
-        whose calls no parser reads."""
+        whose calls no parser reads.
+
+        An answer with the finish reason `abort` has `partial` if it has tokens: the request with
+        it continues the answer, and the message is parsed from all tokens at its end.
+        """
         pending = self._prepare(request)
-        sampling = with_explicit_filters(request.sampling)
+        done = len(pending.before)
+        sampling = _for_rest(with_explicit_filters(request.sampling), done)
+        extra = {k: _left(v, done) if k in OUTPUT_LIMITS else v for k, v in request.extra.items()}
         answer = await self._inner.complete(
             replace(
                 request,
-                prompt_ids=pending.prompt.ids,
+                prompt_ids=pending.sent,
                 sampling=sampling,
+                extra=extra,
                 logprobs=True,
                 stream=False,
                 on_delta=None,
@@ -352,23 +372,37 @@ class TokenClient(_ExactClient):
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:
             raise ProtocolError("the engine returned no token ids", served=True)
-        ended = answer.finish_reason == "stop"
-        message = self._message(self._without_end(sampled) if ended else sampled, request)
-        pending.state.answered(pending.prompt, pending.messages, request.tools, message, sampled)
+        answer = replace(
+            answer, tokens=self._capture(answer.tokens, pending, sampling, request.extra)
+        )
+        whole = (*pending.before, *sampled)
+        reason = self._finish_reason(answer, whole, request.sampling)
+        if reason == "abort":
+            so_far = PartialAnswer(request.call_id, pending.prompt.ids, whole)
+            return replace(answer, partial=so_far if sampled else None)
+        ended = reason == "stop"
+        message = self._message(self._without_end(whole) if ended else whole, request)
+        pending.state.answered(pending.prompt, pending.messages, request.tools, message, whole)
         if request.on_delta is not None and message.content:
             request.on_delta(message.content)
         called = bool(message.tool_calls) and ended
-        return replace(
-            answer,
-            message=message,
-            finish_reason="tool_calls" if called else answer.finish_reason,
-            tokens=self._capture(answer.tokens, pending.prompt, sampling, request.extra),
-        )
+        return replace(answer, message=message, finish_reason="tool_calls" if called else reason)
+
+    def _finish_reason(
+        self, answer: Completion, whole: tuple[int, ...], sampling: Sampling
+    ) -> str | None:
+        """Return why an answer ended. One that was aborted may have been complete."""
+        reason, most = answer.finish_reason, sampling.max_tokens
+        if reason != "abort" or not whole:
+            return reason
+        if whole[-1] in self._renderer.end_ids:
+            return "stop"
+        return "length" if most is not None and len(whole) >= most else reason
 
     def bound(self, request: ModelRequest) -> int:
         """See `ModelClient.bound`: here the exact number. Raises: as `complete`, before it
         sends."""
-        return len(self._prepare(request).prompt.ids)
+        return len(self._prepare(request).sent)
 
     def _prepare(self, request: ModelRequest) -> _Pending:
         """Return the prompt of a request: of the stored messages, unchanged by any policy."""
@@ -383,7 +417,10 @@ class TokenClient(_ExactClient):
         messages = tuple(
             prepare_request(replace(request, exact=True, adaptations=frozenset())).messages
         )
-        return _Pending(state, messages, state.prompt(self._renderer, messages, request.tools))
+        prompt, part = state.prompt(self._renderer, messages, request.tools), request.partial
+        if part is None:
+            return _Pending(state, messages, prompt)
+        return _Pending(state, messages, replace(prompt, ids=part.prompt_ids), part.ids)
 
     @property
     def _key(self) -> tuple[str, str, str]:
@@ -406,19 +443,45 @@ class TokenClient(_ExactClient):
         return parsed.message(text)
 
     def _capture(
-        self, tokens: TokenCapture, prompt: Prompt, sampling: Sampling, extra: Mapping[str, Any]
+        self, tokens: TokenCapture, pending: _Pending, sampling: Sampling, extra: Mapping[str, Any]
     ) -> TokenCapture:
-        known = tokens.logprobs is not None
+        known, prompt = tokens.logprobs is not None, pending.prompt
         return replace(
             tokens,
-            prompt_ids=prompt.ids,
+            prompt_ids=pending.sent,
             logprobs_kind=self._kind_in(sampling, extra) if known else "unknown",
-            source=prompt.source,
-            fork_reason=prompt.fork_reason,
+            source="bridged" if pending.before else prompt.source,
+            fork_reason=None if pending.before else prompt.fork_reason,
             tokenizer_hash=self._renderer.tokenizer_hash,
             template_hash=self._renderer.template_hash,
             sampling=sampling,
         )
+
+
+_SEED_STEP = 2654435761
+"""Between the seeds of the requests of one answer: their difference to others' seeds is small."""
+
+
+def _left(limit: Any, done: int) -> Any:
+    """Return what an output limit leaves for the rest of an answer."""
+    return max(1, limit - done) if type(limit) is int and limit > 0 else limit
+
+
+def _for_rest(sampling: Sampling, done: int) -> Sampling:
+    """Return the sampling for the rest of an answer: fewer tokens, and another seed, since the same
+    one would draw the same random numbers again.
+
+    Args:
+        done: number of tokens that the answer has.
+    """
+    most, seed = sampling.max_tokens, sampling.seed
+    if not done:
+        return sampling
+    return replace(
+        sampling,
+        max_tokens=_left(most, done),
+        seed=None if seed is None else (seed + _SEED_STEP * done) % (1 << 31),
+    )
 
 
 def _refuse(request: ModelRequest) -> None:

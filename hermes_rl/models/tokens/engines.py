@@ -28,6 +28,7 @@ from hermes_rl.models.wire import (
     bearer_headers,
     count_of,
     read_chat_usage,
+    read_versions,
 )
 from hermes_rl.text import encode_json
 from hermes_rl.usage import Usage
@@ -195,6 +196,7 @@ class TokenWire:
         ids = self._checked_ids(form, named, usage, prompt, context)
         logprobs = self._checked_logprobs(form, named, ids, context)
         usage = msgspec.structs.replace(usage, input_tokens=len(prompt), output_tokens=len(ids))
+        spans = read_versions(self._pick(form, "versions"), len(ids))
         envelope = Envelope(
             id=self._pick(form, "id"),
             model=self._pick(form, "model"),
@@ -209,7 +211,7 @@ class TokenWire:
             AssistantMessage(),
             finish,
             lambda _: usage,
-            TokenCapture(prompt, ids, logprobs),
+            TokenCapture(prompt, ids, logprobs, versions=spans),
         )
 
     def _usage(self, form: Any) -> tuple[Usage, Any]:

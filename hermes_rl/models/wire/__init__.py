@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         count_of,
         read_chat_usage,
         read_tool_call,
+        read_versions,
         split_content_parts,
         split_reasoning,
     )

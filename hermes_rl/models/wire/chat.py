@@ -31,6 +31,7 @@ from hermes_rl.models.wire.decoding import (
     object_field,
     read_chat_usage,
     read_tool_call,
+    read_versions,
     reasoning_of,
     shorten_call_id,
     split_content_parts,
@@ -185,6 +186,12 @@ def _encode_marked(message: Message, kept: CacheTime, quirks: Quirks) -> bytes:
 class _Envelope(Envelope):
     choices: Any = None
     prompt_token_ids: Any = None
+    metadata: Any = None
+    """SGLang's versions of the weights."""
+
+    def version(self, name: str) -> Any:
+        """Return `weight_version` or `weight_versions` of the metadata."""
+        return self.metadata.get(name) if isinstance(self.metadata, dict) else None
 
 
 _decode = msgspec.json.Decoder(_Envelope).decode
@@ -253,10 +260,13 @@ def _read_tokens(envelope: _Envelope, choice: Mapping[str, Any]) -> TokenCapture
     values = None
     if isinstance(content, list):
         values = [t.get("logprob") if isinstance(t, Mapping) else None for t in content]
+    ids = _integers(sampled)
+    versions = choice.get("weight_versions") or envelope.version("weight_versions")
     capture = TokenCapture(
         prompt_ids=_integers(prompt),
-        completion_ids=_integers(sampled),
+        completion_ids=ids,
         logprobs=_floats(values),
+        versions=read_versions(versions, len(ids or ())),
         logprobs_kind=_read_logprobs_kind(choice.get("logprobs_kind")),
     )
     empty = capture.prompt_ids is capture.completion_ids is capture.logprobs is None
@@ -302,6 +312,7 @@ def _completion(
     """
     message, reason = _read_message(form, context.salt), _finish_reason(form, finish_reason)
     tokens = _read_tokens(envelope, choice)
+    envelope.policy_version = envelope.policy_version or envelope.version("weight_version")
     return context.completion(envelope, message, reason, read_chat_usage, tokens)
 
 
@@ -335,6 +346,7 @@ class _StreamDecoder(EventDecoder):
         envelope.model = envelope.model or chunk.model
         envelope.prompt_token_ids = envelope.prompt_token_ids or chunk.prompt_token_ids
         envelope.policy_version = chunk.policy_version or envelope.policy_version
+        envelope.metadata = chunk.metadata or envelope.metadata
         if bytes(chunk.usage) not in (b"null", b"{}"):
             # Some servers send running totals: the last object counts. The copy releases the
             # chunk's buffer.
@@ -407,7 +419,7 @@ class _StreamedChoice:
         }
 
     def _add_tokens(self, choice: Mapping[str, Any]) -> None:
-        for name in ("prompt_token_ids", "logprobs_kind"):
+        for name in ("prompt_token_ids", "logprobs_kind", "weight_versions"):
             if choice.get(name) is not None:
                 self._choice[name] = choice[name]
         ids = choice.get("token_ids")

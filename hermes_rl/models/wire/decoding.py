@@ -21,6 +21,7 @@ from hermes_rl.models.base import (
     Completion,
     ModelRequest,
     TokenCapture,
+    VersionSpan,
     rate_headers,
     request_id,
 )
@@ -77,6 +78,9 @@ class Envelope(msgspec.Struct):
     usage: msgspec.Raw = msgspec.Raw(b"null")
     error: Any = None
     policy_version: Any = None
+
+
+_VERSION_HEADERS = ("x-policy-version", "x-weight-version")
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,10 @@ class AnswerContext:
         tokens: TokenCapture | None = None,
     ) -> Completion:
         """Build the answer in the internal form. A request ID in the headers takes precedence over
-        the body's, and the body's policy version over the headers'."""
+        the body's, and the body's policy version over the headers'. Tokens of several versions have
+        no common one."""
         raw = bytes(envelope.usage)
-        version = envelope.policy_version or self.head.headers.get("x-policy-version")
+        version = self._policy_version(envelope, tokens)
         return Completion(
             message=message,
             finish_reason=finish_reason if isinstance(finish_reason, str) else None,
@@ -154,9 +159,18 @@ class AnswerContext:
             served_model=text_or_none(envelope.model),
             first_byte_s=self.head.first_byte_s,
             tokens=tokens,
-            policy_version=None if version is None else str(version),
+            policy_version=version,
             rate_limit=rate_headers(self.head.headers),
         )
+
+    def _policy_version(self, envelope: Envelope, tokens: TokenCapture | None) -> str | None:
+        if tokens is not None and tokens.versions:
+            found = {span.version for span in tokens.versions}
+            return found.pop() if len(found) == 1 else None
+        named = (self.head.headers.get(name) for name in _VERSION_HEADERS)
+        listed = (one for one in (envelope.policy_version, *named) if one is not None)
+        version = next(listed, None)
+        return None if version is None else str(version)
 
     def _protocol_error(self, text: str) -> ProtocolError:
         shown = scrub(text, self.secrets)
@@ -516,6 +530,41 @@ def read_anthropic_usage(form: Any) -> Usage | None:
         output_tokens=output,
         reasoning_tokens=_plausible_part(thought, output),
     )
+
+
+def read_versions(listed: Any, count: int) -> tuple[VersionSpan, ...]:
+    """Read the versions of the weights that sampled an answer's tokens.
+
+    Sources: `weight_versions` of vLLM's choices and of SGLang's `meta_info`.
+
+    Args:
+        listed: objects or triples of version, start and end, in order; or one version per token.
+        count: tokens of the answer.
+
+    Returns: spans that cover the answer, with None for tokens without a version; empty if nothing
+        usable is listed.
+    """
+    if not isinstance(listed, list) or not listed or not count:
+        return ()
+    if len(listed) == count and not any(isinstance(one, dict | list) for one in listed):
+        listed = [(version, n, n + 1) for n, version in enumerate(listed)]
+    spans: list[VersionSpan] = []
+    at = 0
+    for one in listed:
+        fields = [one.get(n) for n in ("version", "start", "end")] if isinstance(one, dict) else one
+        if not isinstance(fields, list | tuple) or len(fields) != 3:
+            return ()
+        version, start, end = fields
+        if type(start) is not int or type(end) is not int or not at <= start <= end <= count:
+            return ()
+        if start > at:
+            spans.append(VersionSpan(None, start))
+        known, at = None if version is None else str(version), end
+        if end > start:
+            if spans and spans[-1].version == known:
+                spans.pop()
+            spans.append(VersionSpan(known, end))
+    return (*spans, VersionSpan(None, count)) if at < count else tuple(spans)
 
 
 def count_of(value: Any) -> int | None:

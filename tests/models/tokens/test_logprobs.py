@@ -141,6 +141,7 @@ async def test_chat_endpoint_gets_explicit_sampling():
     body = {**inner.requests[0].sampling.as_dict(), **inner.requests[0].extra}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "seed": 3}
     off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    off["return_weight_versions"] = True
     assert body == plain | off
     assert answer.tokens.sampling == inner.requests[0].sampling
     custom = {"repetition_penalty": 1.2}

@@ -1,0 +1,129 @@
+"""Answers that an engine cuts off, pauses, and weights that change: nothing is lost or redrawn."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from runs import Lab
+
+from hermes_rl.rl import LiveGroup, Policy, RolloutStream, rollouts
+from hermes_rl.store import load_run
+from hermes_rl.testing import ExactConfig, ExactEngine, Truth, chat_of, write_tiny_tokenizer
+
+TALK = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+    toolsets: tuple[str, ...] | None = ()
+
+def tasks(self, split, seed):
+    for n in range(1000):
+        yield make_task(f"Number {n}.", id=f"n{n}")
+
+async def reply(self, task, trajectory, ctx):
+    return None if trajectory.turns >= 2 else UserMessage(content="Continue.")
+
+async def compute_reward(self, task, trajectory, ctx):
+    return float(ctx.member % 2)
+"""
+MODES = ("vllm", "vllm_generate", "sglang")
+
+
+def make_engine(lab: Lab, **more: Any) -> ExactEngine:
+    tokenizer = write_tiny_tokenizer(lab.path / "tokenizer")
+    return ExactEngine(
+        ExactConfig(tokenizer=tokenizer, version="1", **more), chat=chat_of(tokenizer)
+    )
+
+
+def open_stream(lab: Lab, policy: Policy, **more: Any) -> RolloutStream:
+    config = {
+        "sandbox": {"backend": "none"},
+        "run": {"allow_unsandboxed": True},
+        "model": {"max_tokens": 48},
+    }
+    more = {"group_size": 4, "concurrency": 16, "limit": 3, **more}
+    return rollouts(str(lab.path / "made_up.py"), policy, out=lab.out, config=config, **more)
+
+
+def policy_at(engine: ExactEngine, lab: Lab, tokens: str) -> Policy:
+    return Policy(
+        model="toy", base_url=engine.base_url, tokens=tokens, tokenizer=lab.path / "tokenizer"
+    )
+
+
+@asynccontextmanager
+async def updates(engine: ExactEngine, every_s: float, mode: str) -> AsyncIterator[None]:
+    """Update the weights again and again: cut all answers off, or freeze them."""
+
+    async def update() -> None:
+        for version in range(2, 10_000):
+            await asyncio.sleep(every_s)
+            engine.running.pause(mode)  # type: ignore[arg-type]
+            engine.running.set_version(str(version))
+            await asyncio.sleep(every_s / 10)
+            engine.running.resume()
+
+    task = asyncio.create_task(update())
+    try:
+        yield
+    finally:
+        task.cancel()
+        engine.running.resume()
+
+
+def assert_all_tokens(groups: Iterable[LiveGroup], truth: Iterable[Truth]) -> None:
+    """Each token that the engine sampled is trained once, with its logprob and version."""
+    by_call = {one.call_id: one for one in truth if one.sampled_ids}
+    trained: list[str] = []
+    for group in groups:
+        for segment in (s for m in group.members for s in m.segments):
+            starts = [*segment.call_starts, len(segment.input_ids)]
+            for call_id, start in zip(segment.call_ids, starts, strict=False):
+                known = by_call[call_id]
+                end = start + len(known.sampled_ids)
+                assert tuple(segment.input_ids[:end]) == (*known.prompt_ids, *known.sampled_ids)
+                assert segment.logprobs[start:end] == pytest.approx(known.raw_logprobs)
+                ends = [0, *(end for _, end in known.versions)]
+                versions = [
+                    int(version or -1)
+                    for (version, end), begin in zip(known.versions, ends, strict=False)
+                    for _ in range(end - begin)
+                ]
+                assert segment.version_ids[start:end] == versions
+                if segment.loss_mask[start]:
+                    assert all(segment.loss_mask[start:end])
+                    trained.append(call_id)
+    assert sorted(trained) == sorted(name for name in by_call if name)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("tokens", MODES)
+async def test_answers_continue_over_weight_updates_with_every_token(
+    lab: Lab, tokens: str, mode: str
+) -> None:
+    lab.write(TALK)
+    routes = frozenset({"/inference/v1/generate"}) if tokens == "vllm_generate" else None
+    more = {} if routes is None else {"routes": routes}
+    tokens = tokens.partition("_")[0]
+    async with make_engine(lab, token_s=0.02, refuse_paused=True, **more) as engine:
+        async with (
+            updates(engine, 0.3, mode),
+            open_stream(lab, policy_at(engine, lab, tokens)) as stream,
+        ):
+            groups = [group async for group in stream]
+        truth = [one for one in engine.truth if one.call_id and one.prompt_ids]
+    assert len(groups) == 3
+    rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
+    assert len(rows) == 12
+    ids = {call["call_id"] for row in rows for call in row["calls"]}
+    assert_all_tokens(groups, [one for one in truth if one.call_id in ids])
+    assert not any("redrawn_answers" in row["metrics"] for row in rows)
+    assert load_run(lab.out).failures.empty
+    several = [
+        s for g in groups for m in g.members for s in m.segments if len({*s.version_ids}) > 2
+    ]
+    assert several, "answers of several versions"
+    assert all(s.policy_version_min != s.policy_version_max for s in several)
+    assert any(one.finish == "abort" for one in truth) == (mode == "abort")
