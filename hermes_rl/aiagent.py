@@ -447,9 +447,7 @@ class AIAgent:
             reset: another conversation takes the place of the agent's.
         """
         if self._link is None:
-            context = self._settings.context
-            summary = None if context is None else context.summary
-            opened = open_link(self.model, self._settings.keys, summary)
+            opened = open_link(self.model, self._settings.keys, self._settings.context)
             self._link = await self._opened.enter_async_context(opened)
         link = self._link
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())

@@ -38,7 +38,7 @@ from hermes_rl.config import (
     RunConfig,
 )
 from hermes_rl.config_agent import ContextConfig
-from hermes_rl.config_endpoint import ConnectionSection, EndpointSection, ModelPlace
+from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
 from hermes_rl.definitions import (
     extra_body_of,
     image_digest,
@@ -351,6 +351,8 @@ async def open_run_context(
         models = await open_models(
             config.model.name, config.endpoint, targets, stack, keyring, together, plan
         )
+        if models and policy_of(config).compress_context and config.agent.context.window is None:
+            models.ask_windows()
         yield RunContext(
             setups=Setups(stack.callback),
             config=config,
@@ -411,14 +413,14 @@ class Link:
 async def open_link(
     model: object,
     more_keys: Mapping[str, str] = MappingProxyType({}),
-    summary: ModelPlace | None = None,
+    context: ContextConfig | None = None,
     calls: int = _CALLS_AT_ONCE,
 ) -> AsyncIterator[Link]:
     """Connect to a model: a name or a `ModelConfig`.
 
     Args:
         more_keys: keys by the name of a variable, beside those of the environment.
-        summary: the model that writes summaries of long conversations.
+        context: how long conversations are compressed; None never does.
         calls: how many may be in flight.
 
     Raises: UserError.
@@ -437,6 +439,7 @@ async def open_link(
         shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
     where = EndpointSection(**shared)
     targets = resolve_targets(where, extra=config.extra_body, stop=config.stop)
+    summary = None if context is None else context.summary
     others = () if summary is None else place_targets(summary, where)
     keys: dict[str, str] = {}
     if calls_endpoint(config.name, where) or others:
@@ -448,6 +451,8 @@ async def open_link(
     share = Share(maximum=calls)
     async with AsyncExitStack() as stack:
         routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
+        if routes is not None and context is not None and context.window is None:
+            routes.ask_windows()
         summaries = None
         if summary is not None:
             summaries = Routes({summary.name: others}, held, share, where)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -92,6 +92,8 @@ class FakeConfig:
     """Model -> function that plays it instead of a script."""
     window: int | None = None
     """Tokens of prompt and answer together; a request for more is refused, with the numbers."""
+    pages: Mapping[str, Any] = field(default_factory=dict)
+    """Path -> JSON of a GET request, in the place of the list of models."""
 
 
 class FakeServer(Server):
@@ -199,6 +201,8 @@ class FakeServer(Server):
         elif self.config.conditions.is_out(self.now):
             refusal = REFUSALS[self.config.conditions.outage]
             status, body = refusal.status, refusal_body(refusal, CHAT.dialect)
+        elif (page := self.config.pages.get(request.path)) is not None:
+            body = msgspec.json.encode(page)
         elif not request.path.endswith(("/models", "/health")):
             status, body = 404, b"{}"
         kind = {"content-type": "application/json"}

@@ -268,6 +268,16 @@ async def test_results_larger_than_the_window_are_shortened_at_once() -> None:
     long.check()
 
 
+async def test_an_output_limit_near_the_window_is_seldom_refused() -> None:
+    long = Long(steps(60))
+    result = await long.run(ContextParts(window=WINDOW), sampling=Sampling(max_tokens=7_900))
+    assert result.end_reason == "answered"
+    refused = [e for e in long.server.entries if e.outcome == "refused"]
+    assert 0 < len(refused) < 8  # the estimate becomes better with each
+    assert min(e.max_tokens for e in long.server.entries if e.outcome == "served") > 1_000
+    long.check()
+
+
 async def test_a_summary_keeps_task_request_and_todo_list() -> None:
     history = [
         UserMessage(content="The task."),

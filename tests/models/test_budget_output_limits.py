@@ -124,15 +124,14 @@ LEFT = WINDOW - PROMPT
         ("over_cap", None, 10**6, [OUTPUT_MAX, OUTPUT_CAP, OUTPUT_CAP]),
         ("over_cap", 99_999, None, [99_999, OUTPUT_CAP, OUTPUT_CAP]),
         ("over_window", None, 10**6, [OUTPUT_MAX, LEFT, range(WINDOW // 8, LEFT)]),
-        # Nothing is guessed of a window for a bound of the user's own: it is lowered call by call.
-        ("over_window", 5_000, None, [5_000, LEFT, 5_000, LEFT]),
-        ("over_window", 5_000, 10**6, [5_000, LEFT, 5_000, LEFT]),
+        ("over_window", 5_000, None, [5_000, LEFT, range(WINDOW // 8, LEFT)]),
+        ("over_window", 5_000, 10**6, [5_000, LEFT, range(WINDOW // 8, LEFT)]),
     ],
 )
 async def test_refused_output_limit_is_lowered_to_the_servers(
     kit, stage, fault, model_request, limit, bounds
 ):
-    """A cap of the model is remembered, and so is a window for a bound that a budget imposed."""
+    """A cap of the model is remembered, and so is its window."""
     async with stage() as s:
         server = await s.server()
         calling = s.caller(s.route(server), budget=limit and budget_of(run_tokens=limit))

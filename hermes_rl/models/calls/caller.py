@@ -148,7 +148,7 @@ class ModelCaller:
                 account.traffic.count_call()
             bounded = self._attempts.bounded(request, route)
             imposed = bounded is not request
-            fitted = recovery.adapt_request(bounded, account.client.bound if imposed else None)
+            fitted = recovery.adapt_request(bounded, account.client.bound, imposed=imposed)
             unsent = route.unsent(fitted.sampling)
             if unsent:
                 fitted = replace(fitted, sampling=fitted.sampling.without(unsent))
@@ -242,8 +242,10 @@ class ModelCaller:
 
     @property
     def window(self) -> int | None:
-        """Tokens of the context window of the route in use, as far as a refusal named it."""
-        return self._recovery.of_route(self._recovery.route).window.size
+        """Tokens of the context window of the route in use, as far as a refusal or its list of
+        models named it."""
+        route = self._recovery.route
+        return self._recovery.of_route(route).window.size or self._routes[route].window
 
     async def _carry_out(self, action: Action, failure: Failure, recovery: CallRecovery) -> None:
         """Carry out a decision. Raises: the error of GiveUp."""

@@ -226,6 +226,13 @@ class Route:
     """Sampling parameters that the endpoint refused by name. No rollout sends them again."""
     heads: dict[Hashable, int] = field(default_factory=dict, compare=False)
     """Token counts of system prompts and tools, as the endpoint counts them."""
+    windows: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """What the endpoint says of context windows, as far as it has answered (`read_windows`)."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of the model's context window, if the endpoint says so."""
+        return self.windows.get(self.model) or self.windows.get("")
 
     def unsent(self, sampling: Sampling) -> tuple[str, ...]:
         """Return the parameters that the endpoint refused by name."""
@@ -470,22 +477,23 @@ class CallRecovery:
         """What the route has sampled of the answer."""
 
     def adapt_request(
-        self, request: ModelRequest, imposed: Callable[[ModelRequest], int] | None = None
+        self, request: ModelRequest, bound: Callable[[ModelRequest], int], *, imposed: bool
     ) -> ModelRequest:
         """Adapt a request to the route in use.
 
         Args:
-            imposed: the client's `bound` function, if the output limit comes from a budget.
+            bound: the client's.
+            imposed: the output limit comes from a budget.
         """
         learned = self._rollout.of_route(self.route)
         if learned.adaptations:
             request = replace(request, adaptations=request.adaptations | learned.adaptations)
-        space = None
-        if imposed and self._output_cap is None and learned.window.size is not None:
-            space = learned.window.left(imposed(request))
+        space, requested = None, request.sampling.max_tokens
+        estimates = imposed or (requested is not None and not request.exact)
+        if estimates and self._output_cap is None and learned.window.size is not None:
+            space = learned.window.left(bound(request))
         caps = (self._output_cap, learned.output_cap, space)
         cap = min((c for c in caps if c is not None), default=None)
-        requested = request.sampling.max_tokens
         if cap is not None and (requested is None or requested > cap):
             request = replace(request, sampling=replace(request.sampling, max_tokens=cap))
         return request if self._partial is None else replace(request, partial=self._partial)

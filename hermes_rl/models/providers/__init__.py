@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Probe,
         ProbeCall,
         list_models,
+        read_windows,
     )
     from hermes_rl.models.providers.routing import (
         Keys,

@@ -59,6 +59,7 @@ from hermes_rl.models.tokens import (
     read_first_logprobs,
     read_token_ids,
     sampling_of,
+    without_version_path,
 )
 from hermes_rl.models.transports import PlainAnswer, exchange
 from hermes_rl.models.wire import ReplyHead, bearer_headers, read_chat_usage
@@ -144,6 +145,58 @@ class EndpointReport:
     """None if the run did not ask for them (`run.probe`)."""
     tokens: TokenPlan | None = None
     """How the run gets token ids; None if it wants none."""
+
+
+_WINDOWS = ("max_model_len", "context_length", "context_window", "max_context_length")
+"""Fields of a listed model: vLLM and SGLang; OpenRouter and Together; Groq; Mistral."""
+
+
+async def read_windows(endpoint: Endpoint) -> dict[str, int]:
+    """Return the context windows that an endpoint names, in tokens, by model; "" is any model.
+
+    They are in its list of models. Those of llama.cpp and LM Studio say what a model was trained
+    with, or nothing; what it was started with is at other addresses there.
+
+    Raises: ModelError if nothing answers.
+    """
+    address = _models_address(endpoint)
+    listed = await _get_rows(endpoint, address)
+    root = address.removesuffix("/models").removesuffix("/v1")
+    owners = [row.get("owned_by") for row in listed]
+    if "llamacpp" in owners:
+        for props in await _get_rows(endpoint, f"{root}/props"):
+            listed = [{**(props.get("default_generation_settings") or {}), "id": ""}]
+        return _windows(listed, "n_ctx")
+    if "organization_owner" in owners:
+        return _windows(await _get_rows(endpoint, f"{root}/api/v0/models"), "loaded_context_length")
+    return _windows(listed, *_WINDOWS)
+
+
+async def _get_rows(endpoint: Endpoint, url: str) -> list[dict[str, Any]]:
+    """The objects in the list `data` of a JSON page, or the page itself; empty without them."""
+    headers = dialect_for(endpoint).headers(endpoint.api_key)
+    async with asyncio.timeout(_LIST_S):
+        answer = await exchange(endpoint, url, headers)
+    try:
+        form = decode_json(answer.body) if answer.status == 200 else None
+    except ValueError:
+        return []
+    rows = form.get("data", [form]) if isinstance(form, dict) else []
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _windows(rows: list[dict[str, Any]], *names: str) -> dict[str, int]:
+    """The smallest window of each model: OpenRouter names also that of its first provider."""
+    found: dict[str, int] = {}
+    for row in rows:
+        top = row.get("top_provider")
+        forms = (row, top if isinstance(top, dict) else {})
+        sizes = [
+            n for form in forms for name in names if type(n := form.get(name)) is int and n > 0
+        ]
+        if sizes and isinstance(row.get("id"), str):
+            found[row["id"]] = min(sizes)
+    return found
 
 
 async def list_models(endpoint: Endpoint, *, seconds: float = _LIST_S) -> tuple[str, ...] | None:
@@ -343,7 +396,7 @@ class Probe:
 
     def _wire_question(self, way: Way, renderer: Renderer) -> _Ask:
         """The question for likely tokens on one token wire."""
-        from hermes_rl.models.tokens import TokenWire, without_version_path
+        from hermes_rl.models.tokens import TokenWire
 
         wire = TokenWire(way, renderer.end_ids, self.endpoint.secrets)
         where = without_version_path(self.endpoint) if wire.at_root else self.endpoint
@@ -375,8 +428,6 @@ class Probe:
 
         Raises: UserError when its ids differ: the tokenizer is another model's.
         """
-        from hermes_rl.models.tokens import without_version_path
-
         text = renderer.text([UserMessage(content=_TOKENIZER_TEST)])
         body = {
             "model": self.model,

@@ -5,6 +5,8 @@ A process opens its `Routes` once; each rollout takes the routes of its model.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,13 +26,14 @@ from hermes_rl.config_endpoint import (
     extra_of,
     variable_of,
 )
-from hermes_rl.errors import UserError
+from hermes_rl.errors import HermesError, UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls import Account, KeyPool, Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.key_command import KeyCommand, RenewableKey
 from hermes_rl.models.providers.prices import PriceTable, price_table, read_price
+from hermes_rl.models.providers.probe import read_windows
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 from hermes_rl.models.rate import Share
 from hermes_rl.models.wire import UNSUPPORTED_SAMPLING, Quirks, refuse_reserved_fields
@@ -329,10 +332,15 @@ class Routes:
         self._stack = AsyncExitStack()
         self._clients: dict[Place, dict[str, ModelClient]] = {}
         self._routes: dict[str, tuple[Route, ...]] = {}
+        self._endpoints: dict[Place, Endpoint] = {}
+        """Of the first account."""
+        self._windows: dict[Place, dict[str, int]] = {}
+        self._asking: list[asyncio.Task[None]] = []
         for place in dict.fromkeys(t.place for t in chain.from_iterable(targets.values())):
             accounts = self._clients[place] = {}
             for name in keys.of(place):
                 endpoint = keys.endpoint(where, place, name)
+                self._endpoints.setdefault(place, endpoint)
                 accounts[name] = make(endpoint)
                 self._stack.push_async_callback(accounts[name].aclose)
                 self._secrets.append(endpoint.secrets)
@@ -359,6 +367,17 @@ class Routes:
             self._routes[model] = tuple(self._route(t, t.model or model) for t in targets)
         return self._routes[model]
 
+    def ask_windows(self) -> None:
+        """Ask the endpoints for the context windows of their models, in the background: no call
+        waits for that. Once; the routes have the answers when they come."""
+        if not self._asking:
+            self._asking = [asyncio.create_task(self._ask(place)) for place in self._endpoints]
+
+    async def _ask(self, place: Place) -> None:
+        with contextlib.suppress(HermesError, TimeoutError, OSError):
+            found = await read_windows(self._endpoints[place])
+            self._windows.setdefault(place, {}).update(found)
+
     def seen(self, model: str) -> ModelSource:
         """Return the first place of a model, for records."""
         place = self._of(model)[0].place
@@ -383,8 +402,12 @@ class Routes:
             scope=f"{accounts[0].client.endpoint} {model}",
             strategy=self._strategy,
         )
-        return Route(model=model, accounts=pool, prices=target.prices, extra=target.extra)
+        windows = self._windows.setdefault(target.place, {})
+        return Route(model, pool, target.prices, target.extra, windows=windows)
 
     async def aclose(self) -> None:
         """Close the clients."""
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
         await self._stack.aclose()
