@@ -36,6 +36,7 @@ from hermes_rl.agent import (
     RunHooks,
     SavedConversation,
     accounts_of,
+    check_kinds,
     context_files,
     continuable,
     continued_context,
@@ -219,6 +220,7 @@ class AIAgent:
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
     ) -> None:
+        check_kinds({**locals(), **names})
         sandboxed = getattr(sandbox, "name", sandbox) != "none"
         if not sandboxed and not allow_unsandboxed:
             raise UserError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hermes_rl.agent.delegation import Delegation
     from hermes_rl.agent.endings import Ended, accounts_of, error_of, typed
     from hermes_rl.agent.hooks import HOOKS, Hooks, HookTable, OnEvent
-    from hermes_rl.agent.names import AgentSettings, OtherNames, settle
+    from hermes_rl.agent.names import AgentSettings, OtherNames, check_kinds, settle
     from hermes_rl.agent.parts import (
         AgentParts,
         AgentResult,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_args
@@ -10,12 +10,14 @@ from typing import Any, TypedDict, cast, get_args
 from pydantic import SecretStr
 
 from hermes_rl.agent.callbacks import Callbacks
+from hermes_rl.agent.hooks import Hooks
 from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy
 from hermes_rl.config import ModelConfig
 from hermes_rl.config_agent import ContextConfig, check_prefill
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import Message, conversation_from_openai
+from hermes_rl.sessions import SessionStore
 from hermes_rl.text import clean
 from hermes_rl.tools import (
     DEFAULT_TOOLSETS,
@@ -80,6 +82,42 @@ class OtherNames(TypedDict, total=False):
     stream_delta_callback: Callable[..., Any] | None
     interim_assistant_callback: Callable[..., Any] | None
     status_callback: Callable[..., Any] | None
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, bytes)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, Collection) and all(isinstance(one, str) for one in value)
+
+
+def _is_session(value: object) -> bool:
+    return isinstance(value, str | Path | SessionStore) or hasattr(value, "load")
+
+
+_CALLBACKS = tuple(n for n in OtherNames.__annotations__ if n.endswith("_callback"))
+_KINDS: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
+    (_is_list, "a list", ("tools", "plugins", "prefill_messages")),
+    (_are_names, "a list of names", ("toolsets", "enabled_toolsets", "disabled_toolsets")),
+    (lambda v: isinstance(v, str), "text", ("system", "ephemeral_system_prompt", "session_id")),
+    (lambda v: isinstance(v, bool), "True or False", ("allow_unsandboxed", "quiet_mode")),
+    (lambda v: isinstance(v, bool | str | Path), "True or a path", ("save_trajectories",)),
+    (lambda v: isinstance(v, Limits), "Limits(...)", ("limits",)),
+    (lambda v: isinstance(v, Hooks), "Hooks(...)", ("hooks",)),
+    (_is_session, "a name, a path, a SessionStore or a session of one", ("session",)),
+    (callable, "a function", ("on_event", "on_delta", *_CALLBACKS)),
+)
+"""Arguments of `AIAgent`, and what they must be; None is left out."""
+
+
+def check_kinds(arguments: Mapping[str, object]) -> None:
+    """Raises: UserError for an argument of `AIAgent` of another kind."""
+    for is_kind, kind, names in _KINDS:
+        for name in names:
+            value = arguments.get(name)
+            if value is not None and not is_kind(value):
+                raise UserError(f"{name} must be {kind}, not {value!r:.80}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -263,6 +263,6 @@ def preset(name: str | Policy) -> Policy:
     """The policy of that name; a policy is its own. Raises: UserError that lists the known ones."""
     if isinstance(name, Policy):
         return name
-    if name not in PRESETS:
-        raise UserError(unknown("preset", name, PRESETS))
+    if not isinstance(name, str) or name not in PRESETS:
+        raise UserError(unknown("preset", str(name), PRESETS))
     return PRESETS[name]
