@@ -164,6 +164,7 @@ class GroupSource(RunSource):
 
     async def next(self) -> WorkItem | None:
         """See `RunSource`."""
+        self._live.obey_pauses()
         while self.stop is None:
             if not self._live.options.policy.paused:
                 item = self._due_retry() or self._live.take()
@@ -268,8 +269,11 @@ class LiveGroups:
         async with AsyncExitStack() as self._stack:
             writer = open_derived_writer(driver.run_dir, driver.epoch, every_s=every_s)
             self._writer: DerivedWriter = await self._stack.enter_async_context(writer)
-            self.options.policy.listeners.append(wake)
-            self._stack.callback(self.options.policy.listeners.remove, wake)
+            policy = self.options.policy
+            policy.listeners.append(wake)
+            policy.holds.append(self._holds)
+            self._stack.callback(policy.holds.remove, self._holds)
+            self._stack.callback(policy.listeners.remove, wake)
             self._stack.callback(self._rows.close)
             if state.reopened:
                 await self._writer.add(Derived(deliveries=tuple(state.reopened)))
@@ -289,6 +293,16 @@ class LiveGroups:
         self._over = True
         self._changed.set()
         await self._left.wait()
+
+    def obey_pauses(self) -> None:
+        """Let no call of the policy start while it is paused."""
+        policy, coordinator = self.options.policy, self._coordinator()
+        if coordinator is not None:
+            coordinator.is_paused = lambda model: policy.paused and model == policy.model
+
+    def _holds(self) -> bool:
+        coordinator = self._coordinator()
+        return coordinator is None or coordinator.holds(self.options.policy.model)
 
     def leave(self) -> None:
         """The consumer leaves: running rollouts are cancelled, and their groups stay open."""

@@ -524,5 +524,7 @@ class EnvSection(Section):
     user: ModelPlace | None = None
     mode: Literal["process", "evaluate", "live"] = "process"
     """What made the run: a command, or `hermes_rl.rl.rollouts`; not identity."""
+    reward_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """Limit of one `compute_reward` or `score_group`, with their judges; not identity."""
     cpu_workers: Annotated[int, Field(ge=1, le=256)] | None = None
     """Processes for `ctx.cpu` in each worker; None is one per core, at most 4. Not identity."""

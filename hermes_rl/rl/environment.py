@@ -136,6 +136,13 @@ class Environment(ABC, Generic[C]):
         """
         return None
 
+    async def close(self) -> None:
+        """Give back what `setup` took: once per process, after its last rollout.
+
+        Also called after errors, interrupts, and a `setup` that failed. It may take 30 s; what it
+        raises is logged.
+        """
+
     async def evaluate(self, run: Run) -> Metrics:
         """Return metrics of a finished run over the split `eval`, empty by default.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -39,6 +40,11 @@ from hermes_rl.tools import Tool, ToolContext, ToolResult
 from hermes_rl.verify import BOXES
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 30.0
+"""Limit of an environment's `close`."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,25 @@ async def open_host(section: EnvSection) -> AsyncIterator[Host]:
     """
     opened = await asyncio.to_thread(open_environment, section)
     env = opened.env
-    with faults.user_code(env.name, env.setup, UserError):
-        await env.setup()
-    async with Pool(section.cpu_workers, opened.loaded.modules) as pool:
-        yield Host(opened, pool)
+    try:
+        with faults.user_code(env.name, env.setup, UserError):
+            await env.setup()
+        async with Pool(section.cpu_workers, opened.loaded.modules) as pool:
+            yield Host(opened, pool)
+    finally:
+        await _close(env)
+
+
+async def _close(env: AnyEnvironment) -> None:
+    """Call the environment's `close`. The rollouts are over: what it raises is only logged."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await env.close()
+    except TimeoutError:
+        what = f"ran for more than {CLOSE_S:g} s"
+        _log.warning("%s", faults.describe_misuse(env.name, env.close, what))
+    except Exception as error:  # a boundary: user code
+        _log.warning("%s", faults.describe_error(env.name, env.close, error))
 
 
 class EnvEpisode(Episode):
@@ -117,6 +138,7 @@ class EnvEpisode(Episode):
         super().__init__(stage)
         self.ctx = host.context(stage)
         self._env, self._task, self._log = host.env, stage.task, stage.log
+        self._limit_s = host.opened.section.reward_seconds
         self.env_name = host.env.name
         self.sandboxed = host.env.config.sandboxed
         # `reply` is not called if the environment does not override it.
@@ -197,7 +219,7 @@ class EnvEpisode(Episode):
         # A series of its own, however much was drawn before: a regrade starts from it too.
         self.ctx._rng = random.Random(f"{self.ctx.seed} graded")
         method = env.compute_reward
-        value = await call_method(env, method, VerifierFault, self._task, rollout, self.ctx)
+        value = await call_reward(env, method, self._limit_s, self._task, rollout, self.ctx)
         rewards = check_reward(env, method, value, rollout.turns)
         return Graded(
             reward=rewards.total,
@@ -238,6 +260,23 @@ async def call_method(
     """
     with faults.user_code(env.name, method, fault, described=(UserError,)):
         return await method(*args)
+
+
+async def call_reward(
+    env: AnyEnvironment, method: Callable[..., Awaitable[T]], limit_s: float, *args: Any
+) -> T:
+    """Call `compute_reward` or `score_group` with a time limit.
+
+    Raises: NoVerdict when it is exceeded: a further call might take as long. Others as
+        `call_method`.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await call_method(env, method, VerifierFault, *args)
+    except TimeoutError:
+        assert limit.expired()
+        what = f"ran for more than {limit_s:g} s (env.reward_seconds)"
+        raise NoVerdict(faults.describe_misuse(env.name, method, what)) from None
 
 
 def _guarded(

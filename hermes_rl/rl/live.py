@@ -11,6 +11,7 @@ is above this package and is found by name, runs them in this process or on Ray.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
@@ -28,6 +29,7 @@ from hermes_rl.rl.selection import Selection
 
 Advantage = Literal["grpo", "rloo", "dr_grpo"]
 _RUNNER = "batch_runner"
+_HOLD_S = 0.01
 
 
 class RolloutsStopped(HermesError):
@@ -62,6 +64,8 @@ class Policy:
         self.paused = False
         self.listeners: list[Callable[[], None]] = []
         """Called after each change, on the thread of the change."""
+        self.holds: list[Callable[[], bool]] = []
+        """Each returns whether the workers of a run obey a pause."""
 
     async def set_version(self, version: int) -> None:
         """Note the version of the sampler's weights. Versions of tokens come from its responses."""
@@ -69,12 +73,20 @@ class Policy:
         self._notify()
 
     async def pause(self) -> None:
-        """Start no further rollouts, for example while weights are loaded."""
+        """Start no model calls and no further rollouts, for example while weights are loaded.
+
+        On return, no further request of the policy starts in any worker. Requests in flight go on
+        until the engine ends or cuts them; what it cuts continues after `resume`.
+        """
         self.paused = True
         self._notify()
+        while self.paused:  # workers report several times a second
+            if all(holds() for holds in self.holds):
+                return
+            await asyncio.sleep(_HOLD_S)
 
     async def resume(self) -> None:
-        """Start rollouts again."""
+        """Start model calls and rollouts again."""
         self.paused = False
         self._notify()
 

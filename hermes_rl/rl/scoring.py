@@ -43,7 +43,7 @@ from hermes_rl.rl.episodes import (
     EnvEpisode,
     Host,
     OpensHost,
-    call_method,
+    call_reward,
     check_reward,
     open_host,
 )
@@ -380,7 +380,8 @@ class Grader:
             _work_item(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
         )
         ctx = self.host.context(self._stage(item, log))
-        value = await call_method(env, env.score_group, VerifierFault, task, members, ctx)
+        limit_s = self.host.opened.section.reward_seconds
+        value = await call_reward(env, env.score_group, limit_s, task, members, ctx)
         if value is None:
             return None
         scores = list(value) if isinstance(value, Iterable) else None

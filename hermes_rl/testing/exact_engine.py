@@ -231,8 +231,11 @@ class ExactEngine(Server):
         if how != "complete":
             whole = answer.sampled
             key = _key((*answer.prompt, *whole.ids[:tokens]))
-            left = generation.seconds * (1 - tokens / max(1, generation.tokens))
-            self._remainders.setdefault(key, []).append((whole.part(tokens, None), left))
+            if tokens or not job.drawn:
+                left = generation.seconds * (1 - tokens / max(1, generation.tokens))
+                self._remainders.setdefault(key, []).append((whole.part(tokens, None), left))
+            else:  # it had not begun: the next request draws another one
+                job = msgspec.structs.replace(job, drawn=0)
             part = msgspec.structs.replace(whole.part(0, tokens), finish="abort", stop_id=None)
             answer = replace(answer, sampled=part)
         if how == "close":
@@ -465,6 +468,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat-ids", choices=("vllm", "sglang", "none"), default="vllm")
     parser.add_argument("--window", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--version", help="of the weights")
+    parser.add_argument("--token-s", type=float, default=0.0, help="seconds of each token")
     return parser
 
 

@@ -127,3 +127,29 @@ async def test_answers_continue_over_weight_updates_with_every_token(
     assert several, "answers of several versions"
     assert all(s.policy_version_min != s.policy_version_max for s in several)
     assert any(one.finish == "abort" for one in truth) == (mode == "abort")
+
+
+async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_its_end(
+    lab: Lab,
+) -> None:
+    lab.write(TALK)
+    async with make_engine(lab, token_s=0.02) as engine:
+        policy = policy_at(engine, lab, "vllm")
+        async with open_stream(lab, policy) as stream:
+            groups = [await anext(stream)]
+            await policy.pause()
+            engine.running.abort_all()
+            requests = engine.requests
+            await asyncio.sleep(0.6)
+            assert engine.requests == requests, "no call starts, not even the rest of an answer"
+            await policy.set_version(2)
+            engine.running.set_version("2")
+            await policy.resume()
+            groups += [group async for group in stream]
+        truth = list(engine.truth)
+    rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
+    assert len(rows) == 12
+    ids = {call["call_id"] for row in rows for call in row["calls"]}
+    assert_all_tokens(groups, [one for one in truth if one.call_id in ids])
+    assert any(one.finish == "abort" and one.sampled_ids for one in truth)
+    assert any(group.versions == (1, 2) for group in groups)

@@ -95,6 +95,8 @@ _TOKENIZER_TEST = "Naïve cafés count 12345 \t{}\n\n  日本語 🙂 isn't 'it'
 _WAITS = (0.2, 1.0, 3.0)
 """Seconds before another try."""
 _LONGEST = 5.0
+_TOKENS_IF_ABORTED = 16
+"""Tokens of a call after one that was aborted before its only token: the first one is enough."""
 _TRANSIENT = (RateLimited, Overloaded, ServerError, ModelTimeout, ConnectionLost, ModelAborted)
 """Faults after which a call is tried again. A route that answers 500 every time does not exist."""
 
@@ -311,6 +313,8 @@ class Probe:
     _calls: list[ProbeCall] = field(default_factory=list)
     _capped: bool = False
     """The server calls the output limit `max_completion_tokens`."""
+    _tokens: int = 1
+    """Tokens of a call with ids."""
 
     async def capabilities(self) -> Capabilities:
         """Find out what the model can do.
@@ -407,7 +411,7 @@ class Probe:
                 model=self.model,
                 conversation=Conversation(),
                 call_id=f"probe-{temperature:g}",
-                sampling=Sampling(temperature=temperature, top_k=top_k, max_tokens=1),
+                sampling=Sampling(temperature=temperature, top_k=top_k, max_tokens=self._tokens),
                 logprobs=True,
                 prompt_ids=tuple(prompt),
             )
@@ -417,9 +421,11 @@ class Probe:
             decoder = wire.decoder(request, ReplyHead({}))
             decoder.feed(data)
             answer = decoder.finish()  # raises if the answer contradicts itself
-            if answer.finish_reason == "abort":
+            likely = wire.likely(decode_json(data))
+            if answer.finish_reason == "abort" and not likely:
+                self._tokens = _TOKENS_IF_ABORTED
                 raise ModelAborted("the engine gave the request up")
-            return _Answer(answer.usage, wire.likely(decode_json(data)))
+            return _Answer(answer.usage, likely)
 
         return ask
 

@@ -83,6 +83,8 @@ class _WorkerShare:
     reported_at: float = 0.0
     answered_at: float | None = None
     slots: int = 0
+    held: bool = False
+    """It obeys a grant without slots."""
     out: int = 0
     """Slots that it may be using: before a grant arrives it uses the previous one."""
     served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
@@ -102,6 +104,7 @@ class _Lane:
 
     def __init__(self, name: str, rate: AdaptiveRate) -> None:
         self.name, self.rate = name, rate
+        self.model = name.split("|", 2)[2]
         self.parts: dict[str, _WorkerShare] = {}
         self.counts = {"clean": 0, "throttled": 0, "trouble": 0}
 
@@ -112,6 +115,7 @@ class _Lane:
         part = self.parts.setdefault(worker, _WorkerShare(report))
         part.report, part.reported_at = report, now
         part.out = max(part.slots, report.events.running)
+        part.held = part.slots == 0  # it has taken the last grant
         if report.answered_s is not None:
             part.answered_at = now - report.answered_s
         for name in self.counts:
@@ -123,9 +127,9 @@ class _Lane:
         running = sum(p.report.events.running for p in self.parts.values())
         self.rate.update(msgspec.structs.replace(report.events, running=running), now)
 
-    def grant(self, worker: str, now: float) -> LaneGrant:
-        """Return a worker's grant."""
-        part, limit = self.parts[worker], self.rate.concurrency.limit
+    def grant(self, worker: str, now: float, *, paused: bool = False) -> LaneGrant:
+        """Return a worker's grant; in a pause no request may start."""
+        part, limit = self.parts[worker], 0 if paused else self.rate.concurrency.limit
         shares = divide_slots(limit, {n: p.report.demand for n, p in self.parts.items()}, int(now))
         others = [p for name, p in self.parts.items() if name != worker]
         part.slots = max(0, min(shares[worker], limit - sum(p.out for p in others)))
@@ -162,11 +166,11 @@ class _Lane:
 
     def summary(self) -> LaneSummary:
         """Return the state of the lane."""
-        endpoint, account, model = self.name.split("|", 2)
+        endpoint, account, _ = self.name.split("|", 2)
         return LaneSummary(
             endpoint=endpoint,
             account=account,
-            model=model,
+            model=self.model,
             limit=self.rate.concurrency.limit,
             limits=self.rate.concurrency.history.changes,
             per_s=self.rate.pace.per_s,
@@ -223,6 +227,8 @@ class Coordinator:
             for name, limit in budgets.items()
         }
         self._lanes: dict[str, _Lane] = {}
+        self.is_paused: Callable[[str], bool] = lambda model: False
+        """Whether no request to a model may start; asked for each grant."""
         self._clock, self._cooldowns = clock, Cooldowns(unix)
         self._make_rate: Callable[[], AdaptiveRate] = lambda: AdaptiveRate(
             maximum, clock(), start=start, rates=rates
@@ -246,11 +252,17 @@ class Coordinator:
         if report.leaving:
             self.remove(report.worker)
             return Grant()
-        lanes = (
-            self._lanes[lane_report.lane].grant(report.worker, now) for lane_report in report.lanes
-        )
+        lanes = [
+            lane.grant(report.worker, now, paused=self.is_paused(lane.model))
+            for lane in (self._lanes[lane_report.lane] for lane_report in report.lanes)
+        ]
         leases = (self.ledgers[lease.budget].grant(report.worker) for lease in report.leases)
         return Grant(lanes=tuple(lanes), leases=tuple(leases), cooldowns=self._cooldowns.current())
+
+    def holds(self, model: str) -> bool:
+        """Return whether all workers know that no request to a paused model may start."""
+        lanes = (lane for lane in [*self._lanes.values()] if lane.model == model)
+        return all(part.held for lane in lanes for part in [*lane.parts.values()])
 
     def remove(self, worker: str) -> None:
         """Remove a worker: its slots are free, and its leases count as spent."""

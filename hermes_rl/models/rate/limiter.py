@@ -176,6 +176,11 @@ class Limiter:
         rate; 0 if no rate is known."""
         return self._buckets.backlog_s(len(self._waiting) + 1, self._clock(), self._per_s)
 
+    @property
+    def held(self) -> bool:
+        """Whether requests wait, and the last grant allows none at all."""
+        return self.rate is None and bool(self._waiting) and self._slots == 0
+
     @asynccontextmanager
     async def slot(self, estimate: Estimate = Estimate()) -> AsyncIterator[Slot]:
         """Wait for a slot and hold it."""

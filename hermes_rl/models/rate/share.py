@@ -19,6 +19,9 @@ from hermes_rl.models.rate.limiter import Cooldown, Cooldowns, LaneGrant, LaneRe
 TICK_S = 0.25
 """Seconds between two reports."""
 
+HELD_S = 0.05
+"""The same while calls wait and none may start: a pause should end soon for all."""
+
 GAP_S = 0.02
 """Minimum seconds between two reports, if calls wait."""
 
@@ -106,9 +109,11 @@ class Share:
 
     async def next_report(self) -> Report:
         """Wait until a report is due or calls wait, and return it."""
-        await asyncio.sleep(min(GAP_S, self._tick_s))
+        held = any(limiter.held for limiter in self._limiters.values())
+        tick_s = min(HELD_S, self._tick_s) if held else self._tick_s
+        await asyncio.sleep(min(GAP_S, tick_s))
         try:
-            async with asyncio.timeout(max(0.0, self._tick_s - GAP_S)):
+            async with asyncio.timeout(max(0.0, tick_s - GAP_S)):
                 await self._demand.wait()
         except TimeoutError:
             pass

@@ -1,0 +1,119 @@
+"""`close` is called once per process, however the process ends; reward code has a limit."""
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+from runs import Lab, events, run_flags, start, start_server
+
+from hermes_rl.errors import UserError
+from hermes_rl.rl import Policy, rollouts
+from hermes_rl.testing import FakeServer
+
+BODY = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+    toolsets: tuple[str, ...] | None = ()
+
+def tasks(self, split, seed):
+    for n in range(100):
+        yield make_task(f"Number {n}.", id=f"n{n}")
+
+async def compute_reward(self, task, trajectory, ctx):
+    return float(ctx.member % 2)
+
+def note(self, text):
+    with open(Path(__file__).with_name("log"), "a") as file:
+        file.write(text + "\\n")
+
+async def setup(self):
+    self.note("setup")
+
+async def close(self):
+    self.note("close")
+"""
+HEAD = "import asyncio\nfrom pathlib import Path\n"
+
+
+def log_of(lab: Lab) -> list[str]:
+    return (lab.path / "log").read_text().splitlines()
+
+
+def talk() -> FakeServer:
+    return start_server(policy=lambda request: "Well.")
+
+
+async def run(lab: Lab, body: str, server: FakeServer, **env: Any) -> Any:
+    path = lab.write(body, HEAD).path
+    return await lab.run(
+        path, server, env={"name": str(path), **env}, dataset={"limit": 2, "repeats": 2}
+    )
+
+
+async def test_close_is_called_once_after_the_last_rollout(lab: Lab) -> None:
+    async with talk() as server:
+        report = await run(lab, BODY, server)
+    assert report.done == 4
+    assert log_of(lab) == ["setup", "close"]
+
+
+@pytest.mark.parametrize("method", ["setup", "close"])
+async def test_close_is_called_after_a_failed_setup_and_its_own_faults_end_no_run(
+    lab: Lab, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = f'self.note("{method}")\n'
+    body = BODY.replace(note, note + '    raise OSError("no such port")\n')
+    async with talk() as server:
+        if method == "setup":
+            with pytest.raises(UserError, match="no such port"):
+                await run(lab, body, server)
+        else:
+            assert (await run(lab, body, server)).done == 4
+            assert "close() raised OSError: no such port" in caplog.text
+    assert log_of(lab) == ["setup", "close"]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_close_is_called_after_interrupts(lab: Lab, signals: int) -> None:
+    path = lab.write(BODY, HEAD).path
+    async with talk() as server:
+        process = await start("process", path, *run_flags(lab.out, server))
+        await events(process, until=2)
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.1)
+        await asyncio.wait_for(process.communicate(), 120)
+    assert log_of(lab) == ["setup", "close"]
+
+
+async def test_close_is_called_when_a_live_stream_is_left(lab: Lab) -> None:
+    path = lab.write(BODY, HEAD).path
+    config = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
+    async with talk() as server:
+        policy = Policy(model="policy", base_url=server.base_url, tokens="off")
+        async with rollouts(str(path), policy, out=lab.out, group_size=2, config=config) as stream:
+            await anext(stream)
+    assert log_of(lab) == ["setup", "close"]
+
+
+async def test_reward_code_that_hangs_is_no_verdict(lab: Lab) -> None:
+    body = BODY.replace("return float", "await asyncio.sleep(ctx.member * 1000); return float")
+    async with talk() as server:
+        report = await run(lab, body, server, reward_seconds=0.5)
+    assert (report.done, report.given_up) == (2, 2)
+    (one, other) = lab.rows("failures")
+    assert (one["cause"], other["cause"]) == ("verifier", "verifier")
+    assert "compute_reward() ran for more than 0.5 s" in one["error"]
+
+
+async def test_a_score_group_that_hangs_leaves_its_row_with_the_error(lab: Lab) -> None:
+    hang = """
+async def score_group(self, task, members, ctx):
+    await asyncio.sleep(1000)
+"""
+    async with talk() as server:
+        await run(lab, BODY + hang, server, reward_seconds=0.5)
+    groups = lab.groups()
+    assert set(groups) == {"n0", "n1"}
+    assert all("score_group() ran for more than 0.5 s" in g["error"] for g in groups.values())
