@@ -75,8 +75,8 @@ class Policy:
     async def pause(self) -> None:
         """Start no model calls and no further rollouts, for example while weights are loaded.
 
-        On return, no further request of the policy starts in any worker. Requests in flight go on
-        until the engine ends or cuts them; what it cuts continues after `resume`.
+        On return, no further request of the policy starts in any worker. Requests in flight
+        continue until the engine ends or cuts them; what it cuts continues after `resume`.
         """
         self.paused = True
         self._notify()

@@ -59,7 +59,7 @@ async def test_close_is_called_once_after_the_last_rollout(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("method", ["setup", "close"])
-async def test_close_is_called_after_a_failed_setup_and_its_own_faults_end_no_run(
+async def test_close_is_called_after_a_failed_setup_and_its_faults_end_no_run(
     lab: Lab, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     note = f'self.note("{method}")\n'
