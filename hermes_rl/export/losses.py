@@ -113,7 +113,9 @@ def count_rewards(losses: Losses, row: Mapping[str, Any]) -> None:
     plain = len(parts) == 1 and parts[0]["turn"] is None
     plain = plain and parts[0]["score"] * parts[0]["weight"] == row["reward"]
     losses.lose("rewards", row["reward"] is not None)
-    losses.lose("reward_parts", 0 if plain else len(parts))
+    turns = sum(part["turn"] is not None for part in parts)
+    losses.lose("turn_rewards", turns)
+    losses.lose("reward_parts", 0 if plain else len(parts) - turns)
 
 
 def count_tokens(losses: Losses, items: Sequence[TokenItem]) -> None:

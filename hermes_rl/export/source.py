@@ -135,6 +135,8 @@ class Score:
 
     reward: float | None = None
     advantage: float | None = None
+    parts: Sequence[Mapping[str, Any]] = ()
+    """Components of `score_group` or of a regrade; empty for those of the row."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,14 @@ class Scores:
         """
         valid = Counter(group for group, reward in graded if reward is not None)
         known: dict[str, Score] = {}
-        columns = ["group_id", "trajectory_ids", "rewards", "n_valid", advantage]
+        columns = ["group_id", "trajectory_ids", "rewards", "n_valid", advantage, "reward_parts"]
         for group in run.arrow("groups", columns).to_pylist():  # the last row of a group counts
             valid[group["group_id"]] = group["n_valid"]
+            parts = group["reward_parts"] or [()] * len(group["rewards"])
             columns_of_members = (group["trajectory_ids"], group["rewards"], group[advantage])
-            for trajectory, reward, value in zip(*columns_of_members, strict=True):
+            for trajectory, reward, value, of in zip(*columns_of_members, parts, strict=True):
                 if trajectory is not None:
-                    known[trajectory] = Score(reward=reward, advantage=value)
+                    known[trajectory] = Score(reward=reward, advantage=value, parts=of or ())
         finished = run.arrow("trajectories", ["trajectory_id"])["trajectory_id"] if known else ()
         others = known.keys() - {trajectory.as_py() for trajectory in finished}
         in_failures = sum(known[trajectory].reward is not None for trajectory in others)
@@ -344,7 +347,13 @@ class Source:
 
     def _item(self, row: dict[str, Any], segment: dict[str, Any]) -> TokenItem | None:
         score = self.scores.of_rollout(row)
-        item = TokenItem(row=row, segment=segment, reward=score.reward, advantage=score.advantage)
+        item = TokenItem(
+            row=row,
+            segment=segment,
+            reward=score.reward,
+            advantage=score.advantage,
+            parts=score.parts or row["rewards"] or (),
+        )
         why = refusal(item, rl=self._format.rl, retokenized=self.options.allow_retokenized)
         made_by = segment["tokenizer_hash"]
         if why is None and made_by is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class TokenItem:
     segment: Mapping[str, Any]
     reward: float | None
     advantage: float | None
+    parts: Sequence[Mapping[str, Any]] = ()
+    """Components of the reward."""
 
     @property
     def ids(self) -> list[int]:
@@ -53,6 +55,19 @@ class TokenItem:
     def mask(self) -> list[int]:
         """1 for a token that is trained on, else 0, from `start` on."""
         return [int(trained) for trained in self.segment["loss_mask"][self.start :]]
+
+    @property
+    def turn_rewards(self) -> list[float | None]:
+        """The reward of each trained token's turn, score times weight, from `start` on; None for
+        tokens of other turns. Turns are those of the main agent."""
+        known: dict[int, float] = {}
+        if self.segment["agent_name"] == "main":
+            for part in self.parts:
+                if (turn := part["turn"]) is not None:
+                    known[turn] = known.get(turn, 0.0) + part["score"] * part["weight"]
+        names = ("turn_ids", "loss_mask")
+        marks = zip(*(self.segment[name][self.start :] for name in names), strict=True)
+        return [known.get(turn) if trained else None for turn, trained in marks]
 
     def logprobs(self, absent: float) -> list[float] | None:
         """Return log-probabilities of all positions, `absent` where no token was sampled.

@@ -347,8 +347,35 @@ def test_only_additional_reward_components_are_lost(tmp_path: Path) -> None:
     events = rollouts.with_two_contexts()
     path = write_one(tmp_path / "parts", events, rewards=parts, reward=1.25)
     report = export_run(path, "trl")  # two contexts, one reward
-    assert (report.samples, report.lost["reward_parts"]) == (2, 2)
-    assert "reward_parts" not in export_run(path, "atif").lost
+    assert (report.samples, report.lost["reward_parts"], report.lost["turn_rewards"]) == (2, 1, 1)
+    assert not {"reward_parts", "turn_rewards"} & export_run(path, "atif").lost.keys()
+
+
+@pytest.mark.parametrize("name", ["trl-grpo", "verl-rl", "atropos", "prime-rl"])
+def test_rewards_of_a_turn_reach_the_ids_of_that_turn_and_versions_every_row(
+    tmp_path: Path, name: str
+) -> None:
+    parts = [
+        ev.RewardPart(name="second", score=0.5, weight=0.5, turn=2),
+        ev.RewardPart(name="style", score=1.0, turn=2),
+        ev.RewardPart(name="whole", score=1.0),
+    ]
+    versions = {"policy_version_min": "7", "policy_version_max": "8"}
+    tokens = rollouts.segment(0, [1, 2, 3, 4, 5, 6], [1, 2, 4, 5], **versions)
+    tokens = msgspec.structs.replace(tokens, turn_ids=[0, 1, 1, 1, 2, 2])
+    made = rollouts.finished(0, rollouts.with_two_contexts(), reward=2.25, segments=[tokens])
+    made = msgspec.structs.replace(made, row=msgspec.structs.replace(made.row, rewards=parts))
+    path = rollouts.write(tmp_path / "run", [made])
+    report = export_run(path, name, options=ExportOptions(min_group=1))
+    (row,) = read(report.out)
+    if name in ("atropos", "prime-rl"):
+        assert report.lost["turn_rewards"] == 2
+        shown = row["overrides"][0] if name == "atropos" else row["traces"][0]["info"]
+        assert list(shown.values())[-1] in ("8", [["7", "8"]])
+        return
+    assert "turn_rewards" not in report.lost
+    assert row["turn_rewards"] == [None, None, None, 1.25, 1.25]
+    assert (row["policy_version_min"], row["policy_version_max"]) == ("7", "8")
 
 
 def test_answers_that_a_token_limit_cut_are_counted(tmp_path: Path) -> None:

@@ -178,6 +178,6 @@ DOCUMENTS = Format(
     suffix=".jsonl",
     unit="messages",
     rows=_rows,
-    supports=frozenset({"reasoning", "rewards", "reward_parts"}),
+    supports=frozenset({"reasoning", "rewards", "reward_parts", "turn_rewards"}),
     needs=("usage", "cost_usd", "started_at", "finished_at"),
 )

@@ -33,7 +33,7 @@ def _scored(items: list[TokenItem]) -> Row:
         "messages": [item.row["messages"] for item in items],
         "generation_params": _sampling(items[0]),
         "inference_logprobs": None if None in logprobs else logprobs,
-        "overrides": None,
+        "overrides": [_versions(item) for item in items],
         "group_overrides": {"group_size": len(items)},
         "images": None,
     }
@@ -42,6 +42,12 @@ def _scored(items: list[TokenItem]) -> Row:
 def _per_token_advantage(item: TokenItem) -> list[float] | None:
     """Repeat the advantage of a sequence for each of its tokens."""
     return None if item.advantage is None else [item.advantage] * len(item.ids)
+
+
+def _versions(item: TokenItem) -> dict[str, Any]:
+    """Return the versions of a sequence's weights, which trainers that do not know them ignore."""
+    names = ("policy_version_min", "policy_version_max")
+    return {name: item.segment[name] for name in names}
 
 
 def _sampling(item: TokenItem) -> dict[str, Any]:

@@ -48,6 +48,9 @@ _SEGMENTS: dict[str, Column] = {
     "uid": _GROUP,
     "trajectory_id": ("string", lambda item: item.row["trajectory_id"]),
     "branch_index": ("int32", lambda item: item.segment["branch_index"]),
+    "turn_rewards": (["float64"], lambda item: item.turn_rewards),
+    "policy_version_min": ("string", lambda item: item.segment["policy_version_min"]),
+    "policy_version_max": ("string", lambda item: item.segment["policy_version_max"]),
 }
 
 
@@ -156,7 +159,8 @@ TRL_GRPO = _tokens(
     "TRL GRPOTrainer: the fields that a rollout_func returns",
     *("prompt", "prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "advantage"),
     *("group_id", "trajectory_id", "branch_index"),
+    *("turn_rewards", "policy_version_min", "policy_version_max"),
     rl=True,
-    supports=frozenset({"rewards"}),
+    supports=frozenset({"rewards", "turn_rewards"}),
 )
 """A rollout_func finds its rows by `prompt`, the messages of the task."""

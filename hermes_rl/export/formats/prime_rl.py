@@ -65,7 +65,14 @@ def _trace(transcript: _Transcript, task: Row, items: list[TokenItem]) -> Row:
         "agent": {"name": agent, "config": {"model": row["model"]}},
         "nodes": nodes,
         "rewards": {"reward": {"score": items[0].reward, "weight": 1.0}},
-        "info": {"end_reason": row["end_reason"], "metadata": row["metadata"] or {}},
+        "info": {
+            "end_reason": row["end_reason"],
+            "metadata": row["metadata"] or {},
+            "policy_versions": [
+                (item.segment["policy_version_min"], item.segment["policy_version_max"])
+                for item in items
+            ],
+        },
         "is_completed": True,
         "ok": True,
         "stop_condition": row["end_reason"],

@@ -133,6 +133,9 @@ _RL = segment_columns(
     "num_turns",
     "advantage",
     "tools_json",
+    "turn_rewards",
+    "policy_version_min",
+    "policy_version_max",
     more={
         "prompt": (
             [{"role": "string", "content": "string"}],
@@ -200,5 +203,5 @@ RL = Format(
     rows=_rl,
     columns=types_of(_RL),
     rl=True,
-    supports=frozenset({"rewards"}),
+    supports=frozenset({"rewards", "turn_rewards"}),
 )
