@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -42,6 +42,7 @@ from hermes_rl.rl import (
     env_rows,
     make_group,
     make_live_group,
+    mask_segment,
     open_grader,
     scores_groups,
     solve_rate,
@@ -76,6 +77,10 @@ class OpenGroup:
     started: bool = False
     early: int = 0
     """Members after which it may end; 0 for none."""
+    version: int | None = None
+    """Of the policy when it started."""
+    stale: str | None = None
+    """Why it ends before all of its members have started."""
     passed: int = 0
     """How often the curriculum preferred another task."""
     extra: int = 0
@@ -264,6 +269,7 @@ class LiveGroups:
         loop = asyncio.get_running_loop()
 
         def wake() -> None:
+            loop.call_soon_threadsafe(self._end_stale)
             loop.call_soon_threadsafe(self.source.wake)
 
         async with AsyncExitStack() as self._stack:
@@ -343,9 +349,10 @@ class LiveGroups:
 
     def take(self) -> WorkItem | None:
         """Return the next member; None if none may start now."""
-        if not self.starting and self._keeps_up() and (group := self._choose()) is not None:
+        free = not self.starting and self._keeps_up() and self._may_start()
+        if free and (group := self._choose()) is not None:
             del self.planned[group.group_id]
-            group.started = True
+            group.started, group.version = True, self.options.policy.version
             first = self.options.selection.early_stop
             if first is not None and first < group.size:
                 group.early = first
@@ -356,6 +363,27 @@ class LiveGroups:
             if group.early and not self.starting:
                 self._continue_or_end(group)
         return self.starting.popleft() if self.starting else None
+
+    def _may_start(self) -> bool:
+        """Whether no group in progress is so old that it should end first."""
+        started = (group.version for group in self._open.values() if group.started)
+        oldest = min((version for version in started if version is not None), default=None)
+        now = self.options.policy.version
+        return self.options.staleness.decide("start", now, oldest) == "start"
+
+    def _end_stale(self) -> None:
+        """Start no further members of groups that are too old since the last update."""
+        now, staleness = self.options.policy.version, self.options.staleness
+        for group in [*self._open.values()]:
+            if not group.started or group.stale is not None:
+                continue
+            if staleness.decide("update", now, group.version) == "end":
+                group.stale, group.early = staleness.why(now, group.version), 0
+                started = [i for i in self.starting if i.group_id != group.group_id]
+                group.extra -= len(group.waiting) + len(self.starting) - len(started)
+                self.starting, group.waiting = deque(started), []
+                if len(group.members) == group.size + group.extra:
+                    self._close(group, group.stale)
 
     def _start(self, group: OpenGroup, count: int) -> None:
         self.starting.extend(group.waiting[:count])
@@ -407,6 +435,9 @@ class LiveGroups:
 
     def _refill_or_close(self, group: OpenGroup) -> None:
         """Start members in place of those that failed, or close the group."""
+        if group.stale is not None:
+            self._close(group, group.stale)
+            return
         invalid = {m.why_invalid for m in group.members.values() if m.reward is None} - {"task"}
         missing = group.size - sum(m.reward is not None for m in group.members.values())
         while invalid and missing and group.extra < self.options.selection.refill:
@@ -537,6 +568,26 @@ class LiveGroups:
 
     async def next(self) -> LiveGroup | None:
         """See `hermes_rl.rl.LiveRun`."""
+        while (found := await self._next()) is not None:
+            policy, staleness = self.options.policy, self.options.staleness
+            oldest = found.versions[0] if found.versions else None
+            what = staleness.decide("deliver", policy.version, oldest)
+            if what == "reject":
+                await self.reject(found.group_id, staleness.why(policy.version, oldest))
+                continue
+            self._counts["delivered"] += 1
+            if what != "mask" or policy.version is None:
+                return found
+            least = policy.version - staleness.max_lag
+            masked = [
+                replace(m, segments=[mask_segment(s, least) for s in m.segments])
+                for m in found.members
+            ]
+            return replace(found, members=masked)
+        return None
+
+    async def _next(self) -> LiveGroup | None:
+        """Return the next complete group; None after the last one."""
         while not self._queue:
             if self._error is not None:
                 raise self._error
@@ -550,7 +601,6 @@ class LiveGroups:
         ids = [one for one in row["trajectory_ids"] if one is not None]
         found: Rows = await asyncio.to_thread(self._rows.read, ids)
         self._rows.drop(ids)
-        self._counts["delivered"] += 1
         return make_live_group(
             row,
             {one: found[one].decoded() for one in ids},

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         without_policy,
     )
     from hermes_rl.rl.selection import Curriculum, Difficulty, Selection, solve_rate
+    from hermes_rl.rl.staleness import STALENESS, Staleness, compare_delivered, mask_segment
     from hermes_rl.rl.template import write_environment
     from hermes_rl.rl.trial import arun_trial, first_tasks, rewards_of, run_trial
     from hermes_rl.rl.view import Rollout, ToolUse

@@ -26,6 +26,7 @@ from hermes_rl.record import Segment
 from hermes_rl.rl.environment import EnvConfig, Environment
 from hermes_rl.rl.loading import name_environment
 from hermes_rl.rl.selection import Selection
+from hermes_rl.rl.staleness import Staleness
 
 Advantage = Literal["grpo", "rloo", "dr_grpo"]
 _RUNNER = "batch_runner"
@@ -203,6 +204,7 @@ class LiveOptions:
     advantage: Advantage
     ahead: int
     resume_step: int | None
+    staleness: Staleness = field(default_factory=lambda: Staleness("none"))
 
 
 class Runner(Protocol):
@@ -310,6 +312,7 @@ def rollouts(
     ahead: int | None = None,
     selection: Selection | None = None,
     resume_step: int | None = None,
+    staleness: Staleness | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> RolloutStream:
     """Roll out an environment and yield complete groups, with advantages and segments.
@@ -328,6 +331,7 @@ def rollouts(
         selection: which groups are delivered.
         resume_step: the step of the checkpoint that the trainer was restored from. Groups that were
             acknowledged with a later step are delivered again.
+        staleness: what becomes of groups that are older than `policy.version`; None delivers all.
         config: further sections of the run's configuration, such as `{"sandbox": {...}}`.
 
     Raises: UserError; StoreError for a run of another configuration.
@@ -347,7 +351,8 @@ def rollouts(
     waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
     if waiting < 1:
         raise UserError("ahead must be at least 1")
-    options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step)
+    old = staleness or Staleness("none")
+    options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step, old)
     return RolloutStream(parsed, options)
 
 

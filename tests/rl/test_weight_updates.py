@@ -54,13 +54,13 @@ def policy_at(engine: ExactEngine, lab: Lab, tokens: str) -> Policy:
 
 
 @asynccontextmanager
-async def updates(engine: ExactEngine, every_s: float, mode: str) -> AsyncIterator[None]:
+async def updates(engine: ExactEngine, every_s: float, mode: Any) -> AsyncIterator[None]:
     """Update the weights again and again: cut all answers off, or freeze them."""
 
     async def update() -> None:
         for version in range(2, 10_000):
             await asyncio.sleep(every_s)
-            engine.running.pause(mode)  # type: ignore[arg-type]
+            engine.running.pause(mode)
             engine.running.set_version(str(version))
             await asyncio.sleep(every_s / 10)
             engine.running.resume()

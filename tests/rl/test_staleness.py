@@ -1,0 +1,96 @@
+"""Groups older than the trainer's weights: the table of the policies, and what a trainer gets."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from runs import Lab
+from test_weight_updates import TALK, make_engine, open_stream, policy_at
+
+from hermes_rl.errors import UserError
+from hermes_rl.rl import STALENESS, LiveGroup, Staleness, compare_delivered
+from hermes_rl.store import load_run
+from hermes_rl.testing import Truth
+
+EVENTS = ("start", "update", "deliver")
+
+
+@pytest.mark.parametrize("policy", STALENESS)
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_each_policy_does_what_the_table_says(policy: Any, event: Any, max_lag: int) -> None:
+    staleness = Staleness(policy, max_lag)
+    fresh = STALENESS["none"]
+    first = max(1, max_lag) if event == "start" else max_lag + 1
+    for lag in range(max_lag + 3):
+        wanted = STALENESS[policy] if lag >= first else fresh
+        assert staleness.decide(event, 10, 10 - lag) == wanted[event]
+    assert staleness.decide(event, 10, None) == fresh[event]
+    assert staleness.decide(event, None, 10) == fresh[event]
+
+
+@pytest.mark.parametrize("wrong", [("stop", 1), ("pace", -1)])
+def test_wrong_limits_are_refused(wrong: tuple[Any, int]) -> None:
+    with pytest.raises(UserError, match="staleness"):
+        Staleness(*wrong)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
+def tasks_by_arrival(truth: Iterable[Truth], lab: Lab, groups: Iterable[LiveGroup]) -> list[str]:
+    """Return the task of each request of a rollout, in the order of arrival."""
+    rows = load_run(lab.out).arrow("trajectories", ["task_id", "calls"]).to_pylist()
+    tasks = {call["call_id"]: row["task_id"] for row in rows for call in row["calls"]}
+    ordered = sorted(truth, key=lambda one: one.n)
+    return [tasks[one.call_id] for one in ordered if one.call_id in tasks]
+
+
+@pytest.mark.parametrize("name", ["none", "pace", "withhold", "cancel", "mask"])
+async def test_groups_of_old_weights_meet_their_policy(lab: Lab, name: Any) -> None:
+    lab.write(TALK)
+    async with make_engine(lab, token_s=0.03) as engine:
+        policy = policy_at(engine, lab, "vllm")
+        await policy.set_version(1)
+        more = {"concurrency": 8, "limit": 4, "staleness": Staleness(name, 0)}
+        async with open_stream(lab, policy, **more) as stream:
+            await until(lambda: engine.truth and engine.truth[-1].call_id is not None)
+            engine.running.set_version("2")
+            await policy.set_version(2)
+            groups = [group async for group in stream]
+            counts = stream.counts()
+        truth = list(engine.truth)
+    run = load_run(lab.out)
+    old = [group for group in groups if group.versions and group.versions[0] == 1]
+    if name in ("withhold", "cancel"):
+        assert not old
+        assert counts.get("rejected", 0) + counts.get("rejected stale", 0) >= 1
+        reasons = run.deliveries["reason"].dropna()
+        assert reasons.str.startswith("stale: version 1 at version 2").all()
+        compared = compare_delivered(run)
+        assert compared["rejected"]["rollouts"] + compared["kept"]["rollouts"] == len(
+            run.trajectories
+        )
+        assert compared["rejected"]["turns"]["mean"] > 0
+    else:
+        assert len(groups) == 4
+        assert old
+    if name == "pace":
+        arrived = tasks_by_arrival(truth, lab, groups)
+        first = max(n for n, task in enumerate(arrived) if task in ("n0", "n1"))
+        assert first < min(n for n, task in enumerate(arrived) if task in ("n2", "n3"))
+    tokens = [
+        (version, trained)
+        for group in groups
+        for segment in (s for m in group.members for s in m.segments)
+        for version, trained in zip(segment.version_ids, segment.loss_mask, strict=True)
+    ]
+    assert ((1, True) in tokens) == (name in ("none", "pace"))
+    assert (2, True) in tokens
