@@ -62,18 +62,16 @@ _AT_THE_END = "`AIAgent` returns an answer; batch runs never call it"
 HOOKS: dict[str, HookPoint] = {
     "on_session_start": HookPoint(
         "before the first message of an agent, or of a unit of a run",
-        ("session_id", "model", "platform", "resumed"),
+        (*_RUN, "resumed"),
     ),
     "on_session_end": HookPoint(
         "after each message was answered, failed or was interrupted",
-        ("session_id", "model", "platform", "end_reason", "completed", "interrupted"),
+        (*_RUN, "end_reason", "completed", "interrupted"),
     ),
-    "on_session_finalize": HookPoint(
-        "when the agent is closed, or the unit is over", ("session_id", "model", "platform")
-    ),
+    "on_session_finalize": HookPoint("when the agent is closed, or the unit is over", _RUN),
     "on_session_reset": HookPoint(
         "when another conversation takes the place of the agent's",
-        ("session_id", "model", "platform"),
+        _RUN,
     ),
     "pre_llm_call": HookPoint(
         "before the first model call for a message; what it returns is joined to the message",
@@ -84,9 +82,7 @@ HOOKS: dict[str, HookPoint] = {
         "after the last model call for a message",
         (*_RUN, "user_message", "conversation_history", "assistant_response", "end_reason"),
     ),
-    "transform_llm_output": HookPoint(
-        _AT_THE_END, ("response_text", "session_id", "model", "platform"), "text"
-    ),
+    "transform_llm_output": HookPoint(_AT_THE_END, ("response_text", *_RUN), "text"),
     "pre_api_request": HookPoint(
         "before each model call",
         (*_CALL, "message_count", "tool_count", "max_tokens", "request_messages"),
@@ -107,7 +103,7 @@ HOOKS: dict[str, HookPoint] = {
     "post_tool_call": HookPoint("after a tool ran, failed or was refused", (*_TOOL, *_RESULT)),
     "transform_terminal_output": HookPoint(
         "after a command of `terminal`; what it returns replaces the output",
-        ("command", "output", "returncode", "session_id", "task_id", "env_type"),
+        ("command", "output", "returncode", *_RUN, "env_type"),
         "text",
     ),
     "transform_tool_result": HookPoint(

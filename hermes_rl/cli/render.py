@@ -125,6 +125,13 @@ def trajectory(row: Row) -> str:
     return visible("\n".join(lines))
 
 
+def child_line(row: Row) -> str:
+    """A sub-agent below the trajectory that started it; `show` takes its id."""
+    end = f"{row['end_reason']} after {row['turns']} turns"
+    text = visible(clip(row["final_response"] or row["error"] or "", 100))
+    return f"sub-agent {row['trajectory_id'][:12]}  {end}: {text}"
+
+
 def headline(row: Row) -> str:
     """The first line: task, reward, ending, usage and time."""
     usage, timing = row["usage"], row["timing"]

@@ -34,6 +34,11 @@ COLUMNS = (
     "unpriced_calls", "model", "served_models",
 )  # fmt: skip
 """Columns of the table; only these are read from a large run."""
+CHILDREN = "subagents"
+CHILD_COLUMNS = (
+    "unit_id", "trajectory_id", "parent_trajectory_id", "task_id", "repeat", "attempt", "status",
+    "turns", "end_reason", "final_response", "error",
+)  # fmt: skip
 
 
 def command(
@@ -73,11 +78,16 @@ def command(
         rows = [row for table in tables for row in rows_of(opened, table, names)]
     rows.sort(key=SORTS[sort])
     if unit is not None:
-        chosen = read_whole_row(opened, tables, find(rows, unit, run)["trajectory_id"])
+        children = opened.arrow(CHILDREN, CHILD_COLUMNS).to_pylist()
+        found = find(rows, unit, run, children)["trajectory_id"]
+        chosen = read_whole_row(opened, (*tables, CHILDREN), found)
         if web:
             print(pages.open_page(chosen["unit_id"][:8], pages.trajectory_page(chosen)))
+        elif as_json:
+            _print_json([chosen])
         else:
-            _print_json([chosen]) if as_json else print(render.trajectory(chosen))
+            mine = [child for child in children if child["parent_trajectory_id"] == found]
+            print(render.trajectory(chosen), *map(render.child_line, mine), sep="\n")
         return 0
     if as_json:
         _print_json(rows)
@@ -109,8 +119,12 @@ def read_whole_row(run: Run, tables: Iterable[str], trajectory_id: str) -> Row:
     raise UserError(f"{run.path}: the row {trajectory_id} is gone. Run the command again")
 
 
-def find(rows: list[Row], wanted: str, run: Path) -> Row:
-    """Find the row that `wanted` names. Raises: UserError for none or several units."""
+def find(rows: list[Row], wanted: str, run: Path, children: Sequence[Row] = ()) -> Row:
+    """Find the row that `wanted` names. Raises: UserError for none or several units.
+
+    Args:
+        children: rows of sub-agents, which only the beginning of their own id names.
+    """
     task, _, repeat = wanted.rpartition("#")
     matches = [
         row
@@ -121,6 +135,9 @@ def find(rows: list[Row], wanted: str, run: Path) -> Row:
         or (task and row["task_id"] == task and str(row["repeat"]) == repeat)
     ]
     units = {row["unit_id"] for row in matches}
+    if not matches:
+        matches = [row for row in children if row["trajectory_id"].startswith(wanted)]
+        units = {row["trajectory_id"] for row in matches}
     if not matches:
         raise UserError(f"{run}: nothing begins with {wanted!r}. `hermes-rl show {run}` lists ids")
     if len(units) > 1:

@@ -46,7 +46,7 @@ def test_every_hook_is_called_at_its_moment_with_its_keywords(make: Make) -> Non
         "on_session_finalize",
     ]
     for name, payload in seen:
-        assert set(payload) >= {*HOOKS[name].keywords}, name
+        assert set(payload) == {*HOOKS[name].keywords}, name
     of = dict(reversed(seen))
     assert {p["session_id"] for _, p in seen} == {first["session_id"]}
     assert (of["on_session_start"]["resumed"], of["on_session_start"]["platform"]) == (
@@ -214,7 +214,7 @@ def test_hooks_see_approvals_and_sub_agents(make: Make) -> None:
         assert agent.chat(script) == "Done."
     assert [name for name, _ in seen] == list(names)
     for name, payload in seen:
-        assert set(payload) >= {*HOOKS[name].keywords}, name
+        assert set(payload) == {*HOOKS[name].keywords}, name
     of = dict(seen)
     assert of["post_approval_response"]["choice"] == "allowed"
     assert of["pre_approval_request"]["command"] == "mkdir -p d; rm -r d"

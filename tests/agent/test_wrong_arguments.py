@@ -6,6 +6,7 @@ import pytest
 
 from hermes_rl import AIAgent
 from hermes_rl.errors import UserError
+from hermes_rl.sandboxes import SandboxSpec
 
 WRONG: dict[str, list[Any]] = {
     "toolsets": [5, "terminal", [5], [None], object()],
@@ -54,3 +55,9 @@ def test_a_model_or_a_sandbox_of_a_wrong_kind_is_one_line(model: Any) -> None:
         agent.chat("Hello.")
     with AIAgent("noop", sandbox=model or 5) as agent, pytest.raises(UserError, match="sandbox"):
         agent.chat("Hello.")
+
+
+@pytest.mark.parametrize("value", ["a\udcffb", "\ud800", "a\0b"])
+def test_a_variable_that_no_process_takes_is_one_line(value: str) -> None:
+    with pytest.raises(UserError, match=r"env: 'X=.*' has a NUL or half of a character"):
+        SandboxSpec(lease="x", env={"X": value})

@@ -82,7 +82,14 @@ async def test_check_show_and_export_take_a_run_with_sub_agents(
     (row,) = kit.final_rows(out).values()
     assert main(["check", str(out)]) == 0
     assert main(["show", str(out), row["unit_id"][:8]]) == 0
-    assert "delegate_task" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "delegate_task" in shown
+    lines = [line.split() for line in shown.splitlines() if line.startswith("sub-agent")]
+    assert [line[2:] for line in lines] == [
+        ["answered", "after", "2", "turns:", "wrote", str(n)] for n in (1, 11)
+    ]
+    assert main(["show", str(out), lines[0][1]]) == 0
+    assert "1.txt" in capsys.readouterr().out
     for name in ("trl", "sharegpt", "atif"):
         target = tmp_path / f"{name}.out"
         assert main(["export", str(out), "--to", name, "--out", str(target)]) == 0, name
