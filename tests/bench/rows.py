@@ -42,6 +42,21 @@ def run_program(name: str, *arguments: object) -> Any:
 # CPU per turn, and time at a slow model
 
 
+def layers(bench: Bench) -> Row:
+    """What hints, guardrails, hooks and the like add to a turn of the agent alone."""
+    found = run_program("layers.py", max(2, bench.sizes.verbs // 20))
+    off, added = found["off"], {name: cost for name, cost in found.items() if name != "off"}
+    default = added["all switches of datagen"]
+    return Row(
+        "what layers of the agent add to a turn, CPU without model and sandbox",
+        "; ".join(f"{name} {cost:.0f}" for name, cost in added.items()) + " us",
+        "all that is on by default: 100 us",
+        default <= 100,
+        f"the turn with all of them off {off:.0f} us",
+        data=found,
+    )
+
+
 def turn_none(bench: Bench) -> Row:
     """Sandbox `none` against a bare loop with a bash."""
     figures, data = _per_turn(bench, "none", "bash")
@@ -476,6 +491,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "turn-none": turn_none,
     "turn-bubblewrap": turn_bubblewrap,
     "turn-256": turn_agents,
+    "layers": layers,
     "wall": wall,
     "calls": calls,
     "memory": memory,

@@ -11,6 +11,7 @@ import pytest
 RUN = Path(__file__).with_name("run.py")
 ROWS = (
     "turn-none",
+    "layers",
     "sandbox",
     "first",
     "resume",
@@ -35,6 +36,7 @@ def test_bench_rows_are_measured() -> None:
     assert tuple(rows) == ROWS
     # A few trajectories say little about speed, but Python and bash cannot be free.
     assert rows["commands"]["data"]["import"][0] > rows["commands"]["data"]["python"][0] * 0.5 > 0
+    assert rows["layers"]["data"]["off"] > 0
     data = rows["turn-none"]["data"]
     # The figure of a turn is a difference of two runs: of such small ones it may be anything.
     assert all(math.isfinite(v) for v in data["ours_ms"] + data["bare_ms"])
