@@ -78,16 +78,7 @@ def command(
         rows = [row for table in tables for row in rows_of(opened, table, names)]
     rows.sort(key=SORTS[sort])
     if unit is not None:
-        children = opened.arrow(CHILDREN, CHILD_COLUMNS).to_pylist()
-        found = find(rows, unit, run, children)["trajectory_id"]
-        chosen = read_whole_row(opened, (*tables, CHILDREN), found)
-        if web:
-            print(pages.open_page(chosen["unit_id"][:8], pages.trajectory_page(chosen)))
-        elif as_json:
-            _print_json([chosen])
-        else:
-            mine = [child for child in children if child["parent_trajectory_id"] == found]
-            print(render.trajectory(chosen), *map(render.child_line, mine), sep="\n")
+        _show_one(opened, tables, rows, unit, web=web, as_json=as_json)
         return 0
     if as_json:
         _print_json(rows)
@@ -105,6 +96,22 @@ def command(
     else:
         print(render.run_table(shown), *lines, sep="\n")
     return 0
+
+
+def _show_one(
+    run: Run, tables: Sequence[str], rows: list[Row], wanted: str, *, web: bool, as_json: bool
+) -> None:
+    """Print one trajectory, or that of a sub-agent, with the sub-agents that it started."""
+    children = run.arrow(CHILDREN, CHILD_COLUMNS).to_pylist()
+    found = find(rows, wanted, run.path, children)["trajectory_id"]
+    chosen = read_whole_row(run, (*tables, CHILDREN), found)
+    if web:
+        print(pages.open_page(chosen["unit_id"][:8], pages.trajectory_page(chosen)))
+    elif as_json:
+        _print_json([chosen])
+    else:
+        started = [child for child in children if child["parent_trajectory_id"] == found]
+        print(render.trajectory(chosen), *map(render.child_line, started), sep="\n")
 
 
 def read_whole_row(run: Run, tables: Iterable[str], trajectory_id: str) -> Row:
