@@ -496,8 +496,8 @@ class AIAgent:
             parts = self._parts(link, place, log, prompt, hooks)
             result = await run_agent(parts, prompt, self._control)
             ended = Ended(result.end_reason, result.final_response, metrics=result.metrics)
-        except Interrupted:
-            ended = Ended("interrupted", last_answer(log.events))
+        except Interrupted as stop:
+            ended = Ended("interrupted", last_answer(log.events), metrics=stop.metrics)
         except Exception as error:
             if not any(isinstance(event, ev.CallStarted) for event in log.events):
                 raise

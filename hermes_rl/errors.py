@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 Reason = Literal[
@@ -159,6 +160,7 @@ class HermesError(Exception):
     cause: str = "harness"
     """Key of `CAUSES`; `harness` marks an internal error."""
     result: dict[str, Any] | None = None  # of the `AIAgent` run that it ended
+    metrics: Mapping[str, float] = MappingProxyType({})  # of the run of the agent that it ended
 
     def _render_traceback_(self) -> list[str]:
         """Let notebooks show the message without a traceback."""

@@ -193,7 +193,7 @@ async def run_attempt(
     except DiskFull:
         raise
     except HermesError as error:
-        log.record(_failed(context, error, await watched.end("error")))
+        log.record(_failed(context, error, {**await watched.end("error"), **error.metrics}))
     finally:
         if episode is not None and episode.stage.budget is not None:
             episode.stage.budget.end(finished=finished)

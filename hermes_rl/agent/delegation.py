@@ -11,9 +11,9 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -280,12 +280,13 @@ class _Ended:
     result: AgentResult | None = None
     cause: str | None = None
     error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def by(cls, error: HermesError) -> _Ended:
         cause = cause_of(error)
         text = clean(f"{type(error).__name__}: {error}")[:2_000]
-        return cls(end_reason_of(cause), cause=cause, error=text)
+        return cls(end_reason_of(cause), cause=cause, error=text, metrics=error.metrics)
 
     def event(self) -> ev.Ended:
         """The last event of the sub-agent."""
@@ -295,7 +296,7 @@ class _Ended:
             end_reason=self.end_reason,
             cause=self.cause,
             error=self.error,
-            metrics={} if result is None else result.metrics,
+            metrics=dict(self.metrics if result is None else result.metrics),
             final_response=None if result is None else result.final_response,
         )
 

@@ -30,7 +30,7 @@ class Ended:
     @classmethod
     def by(cls, error: HermesError, final_response: str | None) -> Ended:
         """The end that an error brought about."""
-        return cls(end_reason_of(error.cause), final_response, error)
+        return cls(end_reason_of(error.cause), final_response, error, error.metrics)
 
     @property
     def event(self) -> ev.Ended:

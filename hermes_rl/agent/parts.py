@@ -623,6 +623,10 @@ class RunState:
             most = self.parts.inside.time_left(most)
         return most if bound is None else max(0.01, min(most, bound - self.active_s))
 
+    def metrics(self) -> dict[str, float]:
+        """What was counted; see `AgentResult.metrics`."""
+        return {name: float(number) for name, number in self.counts.items() if number}
+
     def result(self, end_reason: str) -> AgentResult:
         """The result, from the conversation as it is now."""
         messages = self.whole()
@@ -634,5 +638,5 @@ class RunState:
             messages=messages,
             seconds=time.monotonic() - self.started,
             active_seconds=self.active_s,
-            metrics={name: float(n) for name, n in self.counts.items() if n},
+            metrics=self.metrics(),
         )

@@ -13,7 +13,14 @@ from hermes_rl.agent.parts import AgentParts, AgentResult, Control, Finish, RunS
 from hermes_rl.agent.prompt import EMPTY
 from hermes_rl.agent.run_hooks import with_context
 from hermes_rl.agent.tool_calls import run_calls
-from hermes_rl.errors import ContextOverflow, Interrupted, PayloadTooLarge, Stalled, UserError
+from hermes_rl.errors import (
+    ContextOverflow,
+    HermesError,
+    Interrupted,
+    PayloadTooLarge,
+    Stalled,
+    UserError,
+)
 from hermes_rl.events import ToolsOffered
 from hermes_rl.messages import (
     AssistantMessage,
@@ -46,9 +53,13 @@ async def run_agent(
         with contextlib.suppress(Interrupted), control.scope():  # the scope below raises it again
             context = await parts.hooks.context(prompt)
     run = begin(parts, prompt, control, context)
-    with control.scope():
-        async with wall_limit(parts.limits.wall_seconds):
-            result = await finalise(run, await run_turns(run))
+    try:
+        with control.scope():
+            async with wall_limit(parts.limits.wall_seconds):
+                result = await finalise(run, await run_turns(run))
+    except HermesError as error:
+        error.metrics = run.metrics()
+        raise
     if parts.hooks is not None:
         await parts.hooks.answered(result.messages, result.final_response, result.end_reason)
     return result

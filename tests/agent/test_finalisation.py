@@ -196,6 +196,7 @@ def test_an_interrupt_in_each_phase(make: Make, tmp_path: Path, phase: str) -> N
         assert result["usage"]["total_tokens"] > 0
         row = the_row(tmp_path / "run", failed=True)
         assert (row["status"], row["cause"]) == ("cancelled", "interrupted")
+        assert row["metrics"].get("discarded_answers", 0) == (phase == "second request")
         assert row["usage"]["total_tokens"] == result["usage"]["total_tokens"]
         assert len(row["calls"]) == len(result["calls"])
         assert agent.run_conversation(say("Fine."), conversation_history=[])["completed"]
