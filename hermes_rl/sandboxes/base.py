@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self
 
-from hermes_rl.errors import UserError
 from hermes_rl.network import Network
 
 MAX_OUTPUT_BYTES = 50_000
@@ -94,25 +93,11 @@ class SandboxSpec:
     """
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     env: Mapping[str, str] = field(default_factory=dict)
-    """Extra variables of the shell, as text without NUL. Never secrets. Raises: UserError."""
+    """Extra variables of the shell, as text without NUL. Never secrets."""
     snapshot: SandboxSnapshot | None = None
     """What it starts from, in place of an empty workspace: of a sandbox with the same image."""
     on_connection: Callable[[Connection], None] = _drop
     """Takes each connection through that proxy when it ends. It must be quick."""
-
-    def __post_init__(self) -> None:
-        for name, value in self.env.items():
-            text = f"{name}={value}"
-            if "\0" in text or not _is_unicode(text):
-                raise UserError(f"env: {text!a:.80} has a NUL or half of a character. Take it out")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -355,7 +355,11 @@ def ulimits(limits: SandboxLimits) -> list[str]:
 
 
 def environment(home: str, extra: Mapping[str, str], image: Root = Root()) -> dict[str, str]:
-    """The variables that a session starts with."""
+    """The variables that a session starts with. Raises: UserError for one that no process takes."""
+    for name, value in extra.items():
+        text = f"{name}={value}"
+        if "\0" in text or text.encode(errors="replace") != text.encode(errors="surrogatepass"):
+            raise UserError(f"env: {text!a:.80} has a NUL or half of a character. Take it out")
     user = "root" if image.superuser else "agent"
     return {
         "PATH": PATH,

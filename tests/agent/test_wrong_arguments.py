@@ -1,12 +1,13 @@
 """Arguments of `AIAgent` of a wrong kind: one line each, before anything is opened."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hermes_rl import AIAgent
 from hermes_rl.errors import UserError
-from hermes_rl.sandboxes import SandboxSpec
+from hermes_rl.sandboxes import Bubblewrap, SandboxSpec, Subprocess
 
 WRONG: dict[str, list[Any]] = {
     "toolsets": [5, "terminal", [5], [None], object()],
@@ -58,6 +59,11 @@ def test_a_model_or_a_sandbox_of_a_wrong_kind_is_one_line(model: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["a\udcffb", "\ud800", "a\0b"])
-def test_a_variable_that_no_process_takes_is_one_line(value: str) -> None:
+@pytest.mark.parametrize("backend", [Bubblewrap, Subprocess])
+async def test_a_variable_that_no_process_takes_is_one_line(
+    backend: Any, value: str, tmp_path: Path
+) -> None:
+    made = backend(state_dir=tmp_path)
     with pytest.raises(UserError, match=r"env: 'X=.*' has a NUL or half of a character"):
-        SandboxSpec(lease="x", env={"X": value})
+        await made.lease(SandboxSpec(lease="x", env={"X": value}))
+    await made.aclose()
