@@ -111,20 +111,19 @@ class ImageBuilds:
                         raise BuildFailed(f"cannot build {name}: interrupted")
                 if self._engine is None and store.find(name) is not None:
                     return
-                with self._building:
+                with tempfile.TemporaryDirectory() as folder:
+                    archive = Path(folder, "image") if self._engine is not None else None
                     store.build(
                         context.folder,
                         name,
                         dockerfile=context.dockerfile,
                         timeout_s=context.timeout_s,
                         options=self._options,
+                        archive=archive,
+                        turn=self._building,
                     )
-                if self._engine is None:
-                    store.take_built(name)
-                    return
-                with tempfile.TemporaryDirectory() as folder:
-                    store.save_built(name, Path(folder, "image"))
-                    self._engine.load(Path(folder, "image"))
+                    if self._engine is not None and archive is not None:
+                        self._engine.load(archive)
         except (HermesError, OSError) as error:
             if store.stopped:
                 raise

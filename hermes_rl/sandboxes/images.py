@@ -38,7 +38,7 @@ from urllib.parse import quote, unquote
 from hermes_rl.errors import TaskFault, UserError
 from hermes_rl.locks import lock_within, try_lock
 from hermes_rl.sandboxes.image_changes import OPAQUE_XATTR
-from hermes_rl.sandboxes.programs import Programs
+from hermes_rl.sandboxes.programs import BuildFailed, Programs
 from hermes_rl.sandboxes.slots import first_slot
 from hermes_rl.sandboxes.watchdog import remove_tree
 
@@ -200,35 +200,40 @@ class ImageStore:
         dockerfile: Path | None = None,
         timeout_s: float = 600.0,
         options: BuildOptions | None = None,
+        archive: Path | None = None,
+        turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext(),
     ) -> None:
-        """Build a Dockerfile with buildah. Afterwards `take_built` or `save_built` takes the image.
+        """Build a Dockerfile with buildah, and store the image under its name.
+
+        Args:
+            archive: takes the image, as `docker save` writes one, in place of the store.
+            turn: held while buildah runs.
 
         Raises: UserError when buildah is missing; BuildFailed when the build fails.
         """
         self._prepare()
         with self._scratch() as scratch:
             file, shown = _shown(scratch, dockerfile or context / "Dockerfile", options)
-            # OCI's format has no SHELL: the instruction would be ignored.
+            to = f"docker-archive:{archive}:docker.io/library/{name}"
+            if archive is None:
+                # buildah does not write layers whose file exists: stored ones are not copied.
+                blobs = scratch / "oci" / "blobs" / "sha256"
+                blobs.mkdir(parents=True)
+                for known in self.root.glob("l/*.json"):
+                    (blobs / _plain(json.loads(known.read_bytes())["digest"])).touch()
+                to = f"oci:{scratch / 'oci'}:latest"
+            # OCI's format has no SHELL: the instruction would be ignored. The last step goes where
+            # the image is wanted: a push of its own would take as long as the build.
             command = ["build", "--isolation", "chroot", "--format", "docker", "--layers"]
-            command += ["--tag", _tag(name), *shown, "--file", str(file), str(context)]
-            self._buildah(command, name, timeout_s)
-
-    def save_built(self, name: str, archive: Path) -> None:
-        """Write a built image as `docker save` does. Raises: BuildFailed."""
-        to = f"docker-archive:{archive}:docker.io/library/{name}"
-        self._buildah(["push", "--quiet", _tag(name), to], name)
-
-    def take_built(self, name: str) -> None:
-        """Store a built image under its name. Raises: BuildFailed; UserError as `add`."""
-        with self._scratch() as scratch:
-            # buildah does not write layers whose file exists: those that are stored are not copied.
-            blobs = scratch / "oci" / "blobs" / "sha256"
-            blobs.mkdir(parents=True)
-            for known in self.root.glob("l/*.json"):
-                (blobs / _plain(json.loads(known.read_bytes())["digest"])).touch()
-            to = f"oci:{scratch / 'oci'}:latest"
-            self._buildah(["push", "--quiet", "--disable-compression", _tag(name), to], name)
-            self.add(scratch / "oci", name)
+            command += ["--tag", to, *shown, "--file", str(file), str(context)]
+            try:
+                with turn:
+                    self._buildah(command, name, timeout_s)
+            except BuildFailed as error:
+                if _WRITTEN not in str(error):
+                    raise
+            if archive is None:
+                self.add(scratch / "oci", name)
 
     def alias(self, name: str, local: Path) -> None:
         """Let Dockerfiles take `FROM name` from a local OCI layout or archive.
@@ -441,9 +446,9 @@ class ImageStore:
         return self._programs.run(command, f"cannot build {name}", timeout_s)
 
 
-def _tag(name: str) -> str:
-    """What buildah calls an image that it built."""
-    return "localhost/hermes-rl:" + hashlib.sha256(name.encode()).hexdigest()[:32]
+_WRITTEN = "locating new copy of image"
+"""How buildah fails after it has written an image of which it had built all steps before: it looks
+for the copy in its own storage."""
 
 
 def _plain(digest: str) -> str:

@@ -150,7 +150,6 @@ async def test_a_run_waits_for_an_image_that_another_process_builds(
         process = await launch(tmp_path / "tasks", tmp_path / "out")
         await read_until(process, lambda e: e.get("images", {}).get("built") == 1)
         store.build(context.folder, image)
-        store.take_built(image)
         built = (store.root / "names" / quote(image, safe="")).stat().st_mtime_ns
     await read_until(process, lambda e: e.get("event") == "report")
     assert await process.wait() == 0
