@@ -27,6 +27,7 @@ from batch_runner.settings import Settings
 from hermes_rl.errors import HermesError, cause_of
 from hermes_rl.identity import group_id, trajectory_id, unit_id
 from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.rl import (
     INTERRUPTED,
@@ -213,6 +214,8 @@ class LiveGroups:
         """Groups that have not started."""
         self.starting: deque[WorkItem] = deque()
         """Members of started groups."""
+        self.tokens: TokenPlan | None = None
+        """See `LiveRun`."""
         self.ready = asyncio.Event()
         """Set when the run can deliver."""
         curriculum = options.selection.curriculum
@@ -235,6 +238,11 @@ class LiveGroups:
         self._stack = AsyncExitStack()
 
     # The run
+
+    @property
+    def run_id(self) -> str:
+        """See `LiveRun`."""
+        return self._driver.run_id
 
     def make_source(
         self, settings: Settings, driver: Driver, sink: Sink

@@ -111,7 +111,7 @@ async def arun_batch(
         run.note_tokens(probed.tokens if probed else None)
         if live is None:
             return await run.run()
-        run.live = live
+        run.live, live.tokens = live, run.tokens
         run.plan, run.source = live.make_source(settings, driver, run.sink)
         async with live.opened(lambda: run.coordinator, run.end_at_once):
             return await run.run()

@@ -35,7 +35,7 @@ COMMANDS = {
     "export": "a run in another format, with a loss report",
     "compress": "fit long trajectories into a token budget",
     "import": "another program's trajectories as a run",
-    "env": "RL environments: list, process, evaluate, regrade, new",
+    "env": "RL environments: list, process, serve, evaluate, regrade, new",
     "api": "the trajectory API of Atropos 0.4.0, for its environments and trainers",
     "images": "images for sandboxes: list, pull, import, build, prune",
     "sandboxes": "sandboxes on this machine: list, and reap what dead workers left",

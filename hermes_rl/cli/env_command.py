@@ -18,20 +18,27 @@ from hermes_rl.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from hermes_rl.config import RunConfig
 
-Mode = Literal["process", "evaluate"]
+Mode = Literal["process", "evaluate", "serve"]
 
-app = make_app("RL environments: groups of rollouts as a run, an evaluation, a new environment.")
+app = make_app(
+    "RL environments: groups as a run or for a trainer, an evaluation, a new environment."
+)
 
 _ABSENT = ("dataset", "columns", "pilot", "checkpoint_turns", "judges")
 _FIRST = ("env", "model", "split", "env_seed", "limit", "repeats", "judge", "user")
 _ALL = run.OPTIONS | run.load_options("env")
 OPTIONS = {name: _ALL[name] for name in dict.fromkeys((*_FIRST, *_ALL)) if name not in _ABSENT}
 """Parameter -> its option, in the order of the help."""
+_API = run.load_options("serve")
+SERVE = {name: option for name, option in {**_API, **OPTIONS}.items() if name != "dry_run"}
+"""The options of `env serve`."""
 
 
 def _work(mode: Mode) -> Callable[[dict[str, Any]], int]:
     def work(values: dict[str, Any]) -> int:
         config = _config(mode, values)
+        if mode == "serve":
+            return _serve(config, values)
         if values["dry_run"]:
             return run.show_plan(config, values["as_json"])
         return _run_mode(mode, config, values["as_json"])
@@ -54,6 +61,16 @@ app.command("evaluate")(
         "Evaluate a model on the split eval. Also writes metrics.json and samples.jsonl.\n\n"
         "Example: hermes-rl env evaluate my_env --model my-model --limit 200",
         _work("evaluate"),
+    )
+)
+
+app.command("serve")(
+    run.make_command(
+        SERVE,
+        "Send groups to a trajectory API while a trainer learns. The same command continues.\n\n"
+        "Example: hermes-rl env serve my_env --model my-model --base-url "
+        "http://127.0.0.1:8001/v1 --api http://127.0.0.1:8000",
+        _work("serve"),
     )
 )
 
@@ -154,7 +171,8 @@ def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
 
     _find_modules_here()
     file: Path | None = values["config"]
-    data, written = run.merge_options(values, OPTIONS)
+    options = SERVE if mode == "serve" else OPTIONS
+    data, written = run.merge_options(values, options)
     check_keys(data, f"env {mode}", written)
     env = data.get("env")
     example = f"hermes-rl env {mode} my_env --model my-model"
@@ -165,14 +183,19 @@ def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
         place = env.get(other)
         if isinstance(place, dict) and not place.get("name"):
             raise UserError(f"env.{other} has no name. Give it with --{other} MODEL")
-    if env.get("mode") == "live":
-        raise UserError(f"{file}: made by hermes_rl.rl.rollouts. Continue it with the same program")
-    if env.setdefault("mode", mode) != mode:
+    wanted = "live" if mode == "serve" else mode
+    if env.get("mode") == "live" != wanted:
+        raise UserError(
+            f"{file}: made by `hermes-rl env serve` or hermes_rl.rl.rollouts. Continue it so"
+        )
+    if env.setdefault("mode", wanted) != wanted:
         raise UserError(
             f"{file}: made by `hermes-rl env {env['mode']}`. Resume it so, or choose another --out"
         )
     if mode == "evaluate":
         env.setdefault("split", "eval")
+    if mode == "serve":  # as `rollouts`: in this process
+        data.setdefault("run", {}).setdefault("workers", 0)
     return parse_config(data, str(file or f"env {mode}"), written)
 
 
@@ -201,6 +224,38 @@ async def _evaluate(config: RunConfig, as_json: bool) -> int:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         typer.echo(f"{report.path}/metrics.json: {shown}")
     return report.exit_code
+
+
+def _serve(config: RunConfig, values: dict[str, Any]) -> int:
+    import json
+
+    from hermes_rl.aio import run_sync
+    from hermes_rl.rl import ServeOptions, serve_groups
+
+    def notify(text: str) -> None:
+        print(json.dumps({"event": "note", "text": text}) if as_json else text, flush=True)
+
+    as_json, variable = values["as_json"], values["api_token_env"]
+    if variable is not None and not os.environ.get(variable):
+        raise UserError(f"{variable} is not set. Set it to the token of the API")
+    names = ["forks", "weight", "min_batch_allocation", "max_batches_ahead"]
+    options = ServeOptions(
+        url=values["api"] or "http://127.0.0.1:8000",
+        token=None if variable is None else os.environ[variable].strip(),
+        messages=values["api_messages"],
+        keep_equal=values["keep_equal"],
+        **{name: values[name] for name in names if values[name] is not None},
+    )
+    counts = run_sync(serve_groups(config, options, notify))
+    if as_json:
+        print(json.dumps({"event": "report", **counts}))
+    else:
+        share = counts["not_sent"] / max(1, counts["tokens"])
+        print(
+            f"{counts['sent']} of {counts['groups']} groups sent, {counts['rejected']} rejected;"
+            f" {share:.1%} of the tokens to train were not sent"
+        )
+    return ExitCode.DONE
 
 
 def _print_groups(path: Path, as_json: bool) -> None:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from hermes_rl.messages import AssistantMessage, Message, UserMessage
     from hermes_rl.rl import faults
     from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
+    from hermes_rl.rl.atropos.delivery import rescale
     from hermes_rl.rl.atropos.packing import Packable, fill_group, form_batch
     from hermes_rl.rl.atropos.queue import ApiLimits
     from hermes_rl.rl.atropos.server import ApiOptions, run_api
+    from hermes_rl.rl.atropos.serving import ServeOptions, serve_groups
     from hermes_rl.rl.context import Grading, RolloutContext, ScriptResult
     from hermes_rl.rl.cpu import Pool
     from hermes_rl.rl.environment import EnvConfig, Environment, make_task

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, Self, get_args
 from hermes_rl.aio import LoopThread
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.record import Segment
 from hermes_rl.rl.environment import EnvConfig, Environment
 from hermes_rl.rl.loading import name_environment
@@ -181,6 +182,13 @@ class SyncGroup(GroupData):
 
 class LiveRun(Protocol):
     """The run under a stream."""
+
+    tokens: TokenPlan | None
+    """How it gets token ids; None without an endpoint."""
+
+    @property
+    def run_id(self) -> str:
+        """Of its run directory."""
 
     async def next(self) -> LiveGroup | None:
         """Return the next group; None after the last one. Raises: RolloutsStopped and others."""

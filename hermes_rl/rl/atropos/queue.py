@@ -215,6 +215,7 @@ class TrajectoryQueue:
             state.step = 0
             if self.exact:
                 state.envs = []
+                self._db.execute("DELETE FROM replies WHERE reply LIKE '%env_id%'")
             self._db.execute("DELETE FROM batches")
             self._db.execute("DELETE FROM groups WHERE id IS NOT ?", (state.latest,))
             self._db.execute("UPDATE groups SET batch = 0, rank = 0")

@@ -1,0 +1,253 @@
+"""`hermes-rl env serve`: groups arrive at a trajectory API once, with their advantages."""
+
+import asyncio
+import json
+import math
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_kit import Api
+from atropos_requests import call, trainer
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import Lab, start
+
+from hermes_rl.rl import grpo, rescale
+from hermes_rl.store import load_run
+from hermes_rl.testing import ExactConfig, ExactEngine, chat_of, write_tiny_tokenizer
+
+SIZE = 4
+TALK = """
+class Config(EnvConfig):
+    sandboxed: bool = False
+    toolsets: tuple[str, ...] | None = ()
+    group_size: int = 4
+
+endless = True
+
+def tasks(self, split, seed):
+    n = 0
+    while True:
+        first = [[{"reasoning": f"r{n}", "text": "a"}, "b", {"reasoning": "q", "text": "c"}, "d"]]
+        yield make_task(f"Number {n}.\\nSCRIPT: {json.dumps([*first, f'end {n}'])}\\n", id=f"n{n}")
+        n += 1
+
+async def reply(self, task, trajectory, ctx):
+    return "Continue." if len(trajectory.answers) < 2 else None
+
+async def compute_reward(self, task, trajectory, ctx):
+    return ctx.member / 8
+"""
+
+
+@asynccontextmanager
+async def engine_at(lab: Lab, family: str) -> AsyncIterator[ExactEngine]:
+    tokenizer = write_tiny_tokenizer(lab.path / "tokenizer", family)
+    config = ExactConfig(tokenizer=tokenizer, version="7")
+    async with ExactEngine(config, chat=chat_of(tokenizer)) as engine:
+        yield engine
+
+
+async def serve(lab: Lab, engine: ExactEngine, api: Api, *more: str) -> asyncio.subprocess.Process:
+    lab.write(TALK, head="import json")
+    return await start(
+        "serve", lab.path / "made_up.py", "--api", api.url, "--model", "toy", "--base-url",
+        engine.base_url, "--set", "endpoint.tokens=vllm", "--set",
+        f"endpoint.tokenizer={engine.config.tokenizer}", "--out", lab.out, "--sandbox", "none",
+        "--allow-unsandboxed", "--concurrency", "8", *more,
+    )  # fmt: skip
+
+
+async def finish(process: asyncio.subprocess.Process) -> tuple[dict[str, Any], str]:
+    """The report of a process, and its errors."""
+    out, errors = await asyncio.wait_for(process.communicate(), 120)
+    events = [json.loads(line) for line in out.decode().splitlines()]
+    return next((event for event in events if event["event"] == "report"), {}), errors.decode()
+
+
+class Trainer:
+    """Takes batches as a trainer does, and repeats a request that gets no answer."""
+
+    def __init__(self, api: Api, batch_size: int = 8, **registered: Any) -> None:
+        self.api, self.attempt = api, 0
+        self.groups: list[dict[str, Any]] = []
+        assert api.post("/register", trainer(batch_size=batch_size, **registered))[0] == 200
+        api.get("/batch")
+
+    async def take(self, wanted: int, count: Callable[[Any], int] = lambda group: 1) -> None:
+        """Take batches until their groups count so much."""
+        async with asyncio.timeout(120):
+            while sum(map(count, self.groups)) < wanted:
+                try:
+                    key = {"Idempotency_Key": f"b{self.attempt}"}
+                    reply = await asyncio.to_thread(self.api.get, "/batch", **key)
+                except (OSError, AssertionError):
+                    await asyncio.sleep(0.05)
+                    continue
+                self.attempt += 1
+                self.groups += reply["batch"] or ()
+                if not reply["batch"]:
+                    await asyncio.sleep(0.05)
+
+
+def normalised(scores: list[float]) -> list[float]:
+    """The advantages of a stock trainer of Atropos."""
+    mean = math.fsum(scores) / len(scores)
+    std = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+    return [(score - mean) / max(std, 1e-8) for score in scores]
+
+
+def trained(group: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The trained ids of each sequence of a group that has some."""
+    masks = [tuple(i for i in mask if i != -100) for mask in group["masks"]]
+    return [ids for ids in masks if ids]
+
+
+async def test_rescaled_forks_give_a_stock_trainer_our_advantages(lab: Lab, tmp_path: Path) -> None:
+    async with engine_at(lab, "qwen3") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api, batch_size=SIZE, max_token_len=-1)
+            process = await serve(lab, engine, api, "--forks", "rescale", "--limit", "6")
+            taking = learner.take(6 * (SIZE + 2), lambda group: len(trained(group)))
+            (report, errors), _ = await asyncio.gather(finish(process), taking)
+            assert (report["sent"], report["not_sent"]) == (6, 0), errors
+    run = load_run(lab.out)
+    segments = [s for s in run.arrow("segments").to_pylist() if any(s["loss_mask"])]
+    assert len(segments) == 6 * (SIZE + 2), "two of four rollouts fork"
+    stored = Counter(
+        tuple(i for i, t in zip(s["input_ids"], s["loss_mask"], strict=True) if t) for s in segments
+    )
+    assert Counter(ids for group in learner.groups for ids in trained(group)) == stored
+    advantages = {row["task_id"]: row["grpo"] for row in run.arrow("groups").to_pylist()}
+    expected = sorted(advantages["n0"] + [advantages["n0"][0], advantages["n0"][2]]) * 6
+    got = []
+    for group in learner.groups:
+        assert len(group["tokens"]) == SIZE
+        assert group["generation_params"]["policy_version_min"] == 7
+        for value, mask, sent in zip(
+            normalised(group["scores"]), group["masks"], group["advantages"], strict=True
+        ):
+            if any(i != -100 for i in mask):
+                assert value == pytest.approx(sent[0], abs=1e-6)
+                got.append(value)
+    assert sorted(got) == pytest.approx(sorted(expected), abs=1e-6)
+
+
+async def test_a_template_that_forks_is_refused_before_any_rollout(
+    lab: Lab, tmp_path: Path
+) -> None:
+    async with engine_at(lab, "qwen3") as engine:
+        with Api(tmp_path) as api:
+            Trainer(api)
+            process = await serve(lab, engine, api, "--limit", "4")
+            _, errors = await finish(process)
+    assert process.returncode == 2
+    assert errors.count("\n") == 1
+    assert "the chat template makes conversations fork" in errors
+    assert "--forks choose" in errors
+    assert not any((lab.out / "trajectories").glob("*.parquet"))
+
+
+async def test_a_chosen_branch_keeps_the_size_and_counts_its_loss(lab: Lab, tmp_path: Path) -> None:
+    async with engine_at(lab, "qwen3") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api)
+            process = await serve(lab, engine, api, "--forks", "choose", "--limit", "4")
+            (report, errors), _ = await asyncio.gather(finish(process), learner.take(4))
+    assert report["sent"] == 4, errors
+    for group in learner.groups:
+        assert group["scores"] == [0, 1 / 8, 2 / 8, 3 / 8]
+    sent = sum(len(ids) for group in learner.groups for ids in trained(group))
+    every = [s["loss_mask"] for s in load_run(lab.out).arrow("segments").to_pylist()]
+    assert report["tokens"] == sum(map(sum, every))
+    assert report["tokens"] - report["not_sent"] == sent
+    assert report["not_sent"] > 0
+
+
+async def test_over_long_sequences_are_not_sent(lab: Lab, tmp_path: Path) -> None:
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            Trainer(api, max_token_len=10)
+            report, errors = await finish(await serve(lab, engine, api, "--limit", "2"))
+    assert (report["sent"], report["rejected"]) == (0, 2), errors
+    fates = load_run(lab.out).frame("deliveries")
+    assert {event for event in fates["event"]} == {"rejected"}
+    assert "fewer than 10 tokens" in fates["reason"][0]
+
+
+@pytest.mark.slow
+async def test_kills_of_either_side_lose_and_double_no_group(lab: Lab, tmp_path: Path) -> None:
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api)
+            total = 24
+            more = ("--limit", str(total), "--max-batches-ahead", "2")
+            process = await serve(lab, engine, api, *more)
+            for done in (4, 10, 16):
+                await learner.take(done)
+                process.kill()
+                await process.wait()
+                api.kill()
+                process = await serve(lab, engine, api, *more)
+                await asyncio.to_thread(api.start)
+            await learner.take(total)
+            _, errors = await finish(process)
+            assert process.returncode == 0, errors
+            assert api.get("/batch") == {"batch": None}
+    tasks = [ids for group in learner.groups for ids in trained(group)[:1]]
+    assert len(tasks) == len(set(tasks)) == total
+
+
+async def test_the_queue_bounds_how_far_an_environment_runs_ahead(lab: Lab, tmp_path: Path) -> None:
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api, num_steps=5)
+            process = await serve(lab, engine, api, "--max-batches-ahead", "1")
+            for _ in range(1000):
+                await asyncio.sleep(0.05)
+                if api.get("/status")["queue_size"] >= 2:
+                    break
+            await asyncio.sleep(2)  # two more looks at the status
+            assert api.get("/status")["queue_size"] == 2
+            await learner.take(10)  # five batches: the last step
+            report, errors = await finish(process)
+            assert report["sent"] >= 10, errors
+            assert process.returncode == 0
+
+
+async def test_ctrl_c_leaves_the_api(lab: Lab, tmp_path: Path) -> None:
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api)
+            process = await serve(lab, engine, api)
+            await learner.take(2)
+            process.send_signal(signal.SIGINT)
+            await finish(process)
+            metrics = api.send(call("GET", "/metrics"))[1].decode()
+            assert "environments_connected 0" in metrics
+
+
+@given(
+    rewards=st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=12),
+    branches=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+    absent=st.integers(0, 3),
+)
+def test_normalised_scores_of_rescaled_groups_are_the_advantages(
+    rewards: list[float], branches: list[int], absent: int
+) -> None:
+    size = len(rewards)
+    known = [None if index < min(absent, size - 2) else r for index, r in enumerate(rewards)]
+    members = [a for a in grpo(known) if a is not None]
+    values = [a for a, count in zip(members, branches, strict=False) for _ in range(count)]
+    groups = rescale(values, size)
+    assert sorted(index for taken, _ in groups for index in taken) == list(range(len(values)))
+    for taken, fillers in groups:
+        scores = [*(values[index] for index in taken), *fillers]
+        assert len(scores) == size
+        for index, value in zip(taken, normalised(scores), strict=False):
+            assert value == pytest.approx(values[index], abs=1e-6)
