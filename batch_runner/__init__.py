@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         wrapped,
     )
     from batch_runner.regrade import regrade_run
+    from batch_runner.replay import replay_attempt
     from batch_runner.report import Report, exact_lines
     from batch_runner.runner import arun_batch, run_batch
     from batch_runner.settings import as_config, open_hosts, resolve_settings

@@ -30,6 +30,8 @@ COMMANDS = {
     "play": "be the agent: same sandbox, files, limits and verifier",
     "show": "the table of a run, or one trajectory",
     "view": "the runs of a folder in a browser, also while they run",
+    "diff": "what differs between two runs",
+    "replay": "recorded answers again, through the real loop and sandbox",
     "status": "the state of a run, from any other terminal",
     "check": "find bad rows before a token is spent; check the records of a run",
     "export": "a run in another format, with a loss report",

@@ -57,8 +57,8 @@ class OracleClient(NoopClient):
     """Runs a task's oracle as one terminal call, then reports that it is done. One per rollout.
 
     An oracle may also be a JSON list with one step per turn: text is an answer, an object is
-    `{"text": ..., "calls": [{"name": ..., "arguments": {...}}]}`. This covers tasks that are solved
-    by an answer, by other tools or in a dialogue.
+    `{"text": ..., "reasoning": ..., "calls": [{"name": ..., "arguments": {...}}]}`. This covers
+    tasks that are solved by an answer, by other tools or in a dialogue.
 
     Args:
         oracle: the task's solution; without one, the answer says so.
@@ -113,11 +113,18 @@ def _message(form: Any, call_id: str) -> AssistantMessage:
         ToolCall(
             id=call_id.format(number),
             name=call["name"],
-            arguments=encode_json(dict(call.get("arguments", {}))).decode(),
+            arguments=_arguments(call.get("arguments", {})),
         )
         for number, call in enumerate(form.get("calls", ()))
     )
-    return AssistantMessage(content=form.get("text", ""), tool_calls=calls)
+    return AssistantMessage(
+        content=form.get("text", ""), reasoning_content=form.get("reasoning"), tool_calls=calls
+    )
+
+
+def _arguments(value: Any) -> str:
+    """The arguments of a call; text is taken as it is, even if it is not JSON."""
+    return value if isinstance(value, str) else encode_json(dict(value)).decode()
 
 
 def no_cost(model: str, usage: Usage) -> float:

@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from hermes_rl.viewer.app import encode_answer, serve
     from hermes_rl.viewer.compare import diff_attempts, diff_runs
     from hermes_rl.viewer.folder import RunFolder
+    from hermes_rl.viewer.index import RunIndex
 else:
     __getattr__, __dir__ = attach(__name__)

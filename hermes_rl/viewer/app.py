@@ -206,6 +206,8 @@ def serve(folder: RunFolder, host: str, port: int | None, opened: Callable[[str]
         uvicorn.Server(config).run(sockets=[listener])
     except KeyboardInterrupt:  # uvicorn has shut down and raises the signal again
         pass
+    finally:
+        folder.close()
 
 
 def _listen(host: str, port: int | None) -> socket.socket:

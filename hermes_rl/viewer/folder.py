@@ -32,8 +32,8 @@ TEXT_CHARS = 20_000
 """A longer text is cut, until the whole message is requested."""
 TOKENS = 2_000
 """Tokens of a page of a segment."""
-SEARCH_S = 0.15
-"""Time that one request searches texts; the page continues with the next request."""
+SEARCH_S = 0.1
+"""How long a request waits for the search of texts, which continues meanwhile."""
 _LIVE_S = 3.0
 """Attempts in flight are counted at most this often."""
 
@@ -82,6 +82,11 @@ class RunFolder:
         self._indices: dict[str, RunIndex] = {}
         self._live: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for index in self._indices.values():
+            index.close()
 
     def _paths(self) -> dict[str, Path]:
         """Name -> run directory."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -41,6 +42,8 @@ _ERROR_CHARS = 300
 FRESH_S = 1.0
 """The index is brought up to date at most this often."""
 _QUERIES_KEPT = 8
+_ROWS_AT_ONCE = 50
+_READERS = 4
 
 _Rows = np.ndarray[Any, Any]
 
@@ -85,6 +88,8 @@ class _Source:
     path: Path
     stem: str
     rows: pa.Table
+    groups: tuple[int, ...] = ()
+    """Rows of each row group of a part."""
     read: int = 0
     """Bytes of a `done` file that were read; 0 for a part."""
 
@@ -107,7 +112,8 @@ class RunIndex:
         self._order: list[_Source] = []
         self._checked = -FRESH_S
         self._lock = threading.RLock()
-        self._found: OrderedDict[str, dict[tuple[Path, int], set[int]]] = OrderedDict()
+        self._found: OrderedDict[str, dict[tuple[Path, int], Future[set[int]]]] = OrderedDict()
+        self._searcher = ThreadPoolExecutor(1)
         self._recent: OrderedDict[tuple[Path, int], pa.Table] = OrderedDict()
 
     @property
@@ -124,7 +130,10 @@ class RunIndex:
         done = dict(self.run_dir.journals("done"))
         parts = [part for table in ATTEMPTS for part in self.run_dir.parts(table)]
         published = {stem_of(part) for part in parts}
-        found = {part: self._sources.get(part) or _read_part(part) for part in parts}
+        new = [part for part in parts if part not in self._sources]
+        with ThreadPoolExecutor(_READERS) as pool:
+            read = dict(zip(new, pool.map(_read_part, new), strict=True))
+        found = {part: read.get(part) or self._sources[part] for part in parts}
         for stem, path in done.items():
             if stem not in published:
                 old = self._sources.get(path) or _Source(path, stem, _light([]))
@@ -182,32 +191,48 @@ class RunIndex:
         Args:
             text: what to find; capitals do not matter.
             chosen: rows of the table.
-            seconds: time after which the search pauses; what was found is kept for the next call.
+            seconds: how long to wait. The search continues in a thread, until another text is
+                searched; what was found is kept for the next call.
 
         Returns: which rows contain it, and how many rows were not searched yet.
         """
-        until = time.monotonic() + seconds
-        with self._lock:
-            found = self._found.setdefault(text.casefold(), {})
-            self._found.move_to_end(text.casefold())
-            while len(self._found) > _QUERIES_KEPT:
-                self._found.popitem(last=False)
-            order = self._order
         sources, places = chosen["source"].to_numpy(), chosen["at"].to_numpy()
+        pieces: list[tuple[_Rows, Future[set[int]]]] = []
+        with self._lock:
+            order, found = self._order, self._searches(text.casefold())
+            for number in np.unique(sources):
+                here = np.flatnonzero(sources == number)
+                for start, stop, key in _groups_of(order[number]):
+                    rows = here[(places[here] >= start) & (places[here] < stop)]
+                    if rows.size and key not in found:
+                        arguments = (order[number], key[1], start, text)
+                        found[key] = self._searcher.submit(_search_group, *arguments)
+                    if rows.size:
+                        pieces.append((rows, found[key]))
+        wait([future for _, future in pieces], timeout=seconds)
         matches, left = np.zeros(len(chosen), dtype=bool), 0
-        for number in np.unique(sources):
-            here = np.flatnonzero(sources == number)
-            for start, stop, key in _groups_of(order[number]):
-                rows = here[(places[here] >= start) & (places[here] < stop)]
-                if not rows.size:
-                    continue
-                if key not in found:
-                    if time.monotonic() > until:
-                        left += rows.size
-                        continue
-                    found[key] = _search_group(order[number], key[1], start, stop, text)
-                matches[rows] = np.isin(places[rows], list(found[key]))
+        for rows, future in pieces:
+            if future.done() and not future.cancelled():
+                matches[rows] = np.isin(places[rows], list(future.result()))
+            else:
+                left += rows.size
         return matches, left
+
+    def close(self) -> None:
+        """End a search."""
+        self._searcher.shutdown(cancel_futures=True)
+
+    def _searches(self, text: str) -> dict[tuple[Path, int], Future[set[int]]]:
+        """The searches for a text by piece of a file; those for other texts end."""
+        for other, futures in self._found.items():
+            if other != text:
+                for key in [key for key, future in futures.items() if future.cancel()]:
+                    del futures[key]
+        found = self._found.setdefault(text, {})
+        self._found.move_to_end(text)
+        while len(self._found) > _QUERIES_KEPT:
+            self._found.popitem(last=False)
+        return found
 
 
 def _light(rows: list[_Row], places: list[int] | None = None) -> pa.Table:
@@ -240,6 +265,8 @@ def _read_part(part: Path) -> _Source:
     try:
         with pq.ParquetFile(part) as file:
             table = file.read(columns=list(_READ))
+            every = range(file.num_row_groups)
+            groups = tuple(file.metadata.row_group(n).num_rows for n in every)
     except (OSError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
         raise StoreError(f"{part} cannot be read: {why}. See hermes-rl check") from error
@@ -248,7 +275,7 @@ def _read_part(part: Path) -> _Source:
         columns[name] = pc.struct_field(table["usage"], name)
     columns["total_s"] = pc.struct_field(table["timing"], "total_s")
     columns["tool_errors"] = _sums(table["tool_stats"], "errors")
-    return _Source(part, stem_of(part), _finished(pa.table(columns), range(len(table))))
+    return _Source(part, stem_of(part), _finished(pa.table(columns), range(len(table))), groups)
 
 
 def _sums(lists: pa.ChunkedArray, field: str) -> pa.Array:
@@ -280,7 +307,7 @@ def _read_new_lines(old: _Source) -> _Source:
         at += len(line)
     if at == old.read:
         return old
-    return _Source(old.path, old.stem, pa.concat_tables([old.rows, _light(rows, places)]), at)
+    return _Source(old.path, old.stem, pa.concat_tables([old.rows, _light(rows, places)]), read=at)
 
 
 def _combine(sources: list[_Source]) -> pa.Table:
@@ -301,12 +328,21 @@ def _whole_row(path: Path, at: int) -> pa.Table:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if at < count:
-                    # A copy: a slice would keep its whole row group in memory.
-                    return file.read_row_group(group).take([at])
+                    return _read_one(file, group, at)
                 at -= count
     except (OSError, pa.ArrowException) as error:
         raise StoreError(f"{path} cannot be read: {error}. See hermes-rl check") from error
     raise StoreError(f"{path} has changed. Reload the page")
+
+
+def _read_one(file: pq.ParquetFile, group: int, at: int) -> pa.Table:
+    """One row of a row group, which is decoded in steps: all of it may need much memory."""
+    for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group]):
+        if at < len(batch):
+            # A copy: a slice would keep its whole batch in memory.
+            return pa.Table.from_batches([batch]).take([at])
+        at -= len(batch)
+    raise StoreError("a row group is shorter than its metadata")
 
 
 def _line_at(path: Path, at: int) -> Mapping[str, Any]:
@@ -328,24 +364,32 @@ def _groups_of(source: _Source) -> Iterator[tuple[int, int, tuple[Path, int]]]:
         for at in source.rows["at"].to_pylist():
             yield at, at + 1, (source.path, at)
         return
-    metadata, start = pq.read_metadata(source.path), 0
-    for group in range(metadata.num_row_groups):
-        stop = start + metadata.row_group(group).num_rows
-        yield start, stop, (source.path, group)
-        start = stop
+    start = 0
+    for group, rows in enumerate(source.groups):
+        yield start, start + rows, (source.path, group)
+        start += rows
 
 
-def _search_group(source: _Source, group: int, start: int, stop: int, text: str) -> set[int]:
+def _search_group(source: _Source, group: int, start: int, text: str) -> set[int]:
     """The positions of the rows that contain a text."""
     names = ["messages", "error", "rewards"]
-    if source.published:
-        with pq.ParquetFile(source.path) as file:
-            table = file.read_row_group(group, columns=names)
-    else:
-        try:
+    found: set[int] = set()
+    try:
+        if not source.published:
             table = _whole_row(source.path, start).select(names)
-        except StoreError:  # published meanwhile; its part is searched the next time
-            return set()
+            return _search_rows(table, start, text)
+        with pq.ParquetFile(source.path) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=names):
+                found |= _search_rows(pa.Table.from_batches([batch]), start, text)
+                start += len(batch)
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(f"{source.path} cannot be read: {error}. See hermes-rl check") from error
+    except StoreError:  # published meanwhile; its part is searched the next time
+        pass
+    return found
+
+
+def _search_rows(table: pa.Table, start: int, text: str) -> set[int]:
     found: set[int] = set()
     lists = table["messages"].combine_chunks()
     texts = pc.list_flatten(lists)

@@ -32,6 +32,7 @@ class Answer:
 class Served:
     address: str
     """As it was printed, with the token."""
+    pid: int
 
     @property
     def port(self) -> int:
@@ -74,7 +75,7 @@ def serving(*arguments: str | Path) -> Iterator[Served]:
     ) as process:
         try:
             assert process.stdout
-            yield Served(process.stdout.readline().strip())
+            yield Served(process.stdout.readline().strip(), process.pid)
         finally:
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0

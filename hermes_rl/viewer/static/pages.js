@@ -94,7 +94,7 @@ async function run(query) {
   const page = (step) => () => { const offset = found.offset + step * 100; if (offset >= 0 && offset < found.found) go("run", { ...query, offset: offset || "" }); };
   const solved = info.graded ? `${fmt.count(info.solved)} of ${fmt.count(info.graded)} (${fmt.share(info.solved / info.graded)})` : "not graded";
   return {
-    crumbs: [[query.run]], again: found.unsearched ? 0.05 : info.state === "running" ? 3 : 0,
+    crumbs: [[query.run]], again: found.unsearched ? 0.3 : info.state === "running" ? 3 : 0,
     live: info.state === "running" ? `${fmt.count(info.in_flight)} in flight` : "",
     content: [
       h("h1", {}, clean(query.run), " ", badge(info.state, info.state)),

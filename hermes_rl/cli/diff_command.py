@@ -1,0 +1,92 @@
+"""`hermes-rl diff`: what differs between two runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hermes_rl.cli import render
+from hermes_rl.errors import ExitCode
+
+_TASKS = 20
+"""Tasks that are listed, at most; all are in --json."""
+_VALUE_CHARS = 60
+
+
+def command(
+    a: Annotated[Path, typer.Argument(help="run directory", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="run directory", metavar="B")],
+    as_json: Annotated[bool, typer.Option("--json", help="everything, as JSON")] = False,
+) -> int:
+    """What differs between two runs: configuration, versions, tasks, prompt, tools and results.
+
+    \b
+    hermes-rl diff runs/before runs/after
+    hermes-rl view                           the same in a browser, and attempts side by side
+    """
+    from hermes_rl.viewer import diff_runs
+
+    found = diff_runs(a, b)
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        print(*(render.visible(line) for line in _lines(found)), sep="\n")
+    return ExitCode.DONE
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    names = [Path(found[side]).name for side in "ab"]
+    lines = ["settings:"] if found["settings"] else ["settings and versions are equal"]
+    rows = [(one["name"], _shown(one["a"]), _shown(one["b"])) for one in found["settings"]]
+    lines += _indented(render.columns(("", *names), rows)) if rows else []
+    tasks = found["tasks"]
+    for key, text in (("only_a", f"only in {names[0]}"), ("only_b", f"only in {names[1]}")):
+        if tasks[key]:
+            lines.append(f"{len(tasks[key])} tasks {text}: {_listed(tasks[key])}")
+    if tasks["edited"]:
+        lines.append(f"{len(tasks['edited'])} tasks with other content: {_listed(tasks['edited'])}")
+    for name in ("prompt", "tools"):
+        changed = [f"  {sign} {text}" for sign, text in found[name] if sign != " "]
+        lines += [f"{name} of the first common task:", *changed] if changed else []
+    lines += ["results:", *_indented(render.columns(("", *names), _results(found["results"])))]
+    lines.append(f"{found['changed_count']} of {tasks['common']} common tasks have another reward")
+    changed_rows = [
+        (one["task_id"], *(render.reward(one[side]["reward"]) for side in "ab"))
+        for one in found["changed"][:_TASKS]
+    ]
+    lines += _indented(render.columns(("task", *names), changed_rows)) if changed_rows else []
+    return lines
+
+
+def _results(sides: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    def row(name: str, *values: str) -> tuple[str, ...]:
+        return (name, *values)
+
+    solved = [f"{one['solved']} of {one['graded']}" for one in sides]
+    return [
+        row("units done", *(render.number(one["done"]) for one in sides)),
+        row("solved", *solved),
+        row("mean reward", *(render.reward(one["mean_reward"]) for one in sides)),
+        row("failed attempts", *(render.number(one["failed_attempts"]) for one in sides)),
+        row("mean turns", *(render.reward(one["mean_turns"]) for one in sides)),
+        row("tokens", *(render.number(one["tokens"]) for one in sides)),
+        row("cost", *(render.cost(one["cost_usd"] or 0.0, one["unpriced_calls"]) for one in sides)),
+        row("mean time", *(render.seconds(one["mean_seconds"]) for one in sides)),
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return render.clip(value if isinstance(value, str) else json.dumps(value), _VALUE_CHARS)
+
+
+def _listed(tasks: list[str]) -> str:
+    return ", ".join(tasks[:_TASKS]) + (", ..." if len(tasks) > _TASKS else "")
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in text.split("\n")]
