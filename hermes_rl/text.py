@@ -111,6 +111,15 @@ _ANSI = re.compile(
 )
 
 
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, and characters that change the direction of text."""
+
+
+def visible(text: str) -> str:
+    """Escape control characters in texts of models and programs."""
+    return _UNSEEN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
 def strip_ansi(text: str) -> str:
     """Text without terminal control sequences (ECMA-48)."""
     return _ANSI.sub("", text) if "\x1b" in text else text

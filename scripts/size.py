@@ -26,7 +26,7 @@ LINE_BUDGETS = {
     "hermes_rl/segments": 800,
     "hermes_rl/sessions": 1_300,
     "hermes_rl/export": 2_300,
-    "hermes_rl/evals": 700,
+    "hermes_rl/evals": 1_450,
     "hermes_rl/viewer": 1_500,
     "hermes_rl/tools": 1_200,
     "hermes_rl/cli": 2_700,

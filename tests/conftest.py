@@ -50,6 +50,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "sandboxes/test_escapes.py",
         "sandboxes/test_privilege.py",
     ),
+    # They share runs, which take ten seconds.
+    "viewer": tuple(
+        f"viewer/test_{name}.py" for name in ("access", "commands", "data", "frames", "page")
+    ),
     # They parse all files of the project, once.
     "sources": (
         "house/test_cycles.py",
@@ -60,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Group -> its files."""
 LONG = (
-    *("podman", "docker", "ray", "ordinary user"),
+    *("podman", "docker", "ray", "ordinary user", "viewer"),
     *("sandboxes/test_modal.py", "environments/test_terminal_tasks.py", "sandboxes/test_ssh.py"),
     *("store/test_crash_points.py", "sandboxes/test_apptainer.py", "agent/test_finalisation.py"),
     *("local_model/test_server.py", "images/test_run_builds.py", "images/test_published_forms.py"),

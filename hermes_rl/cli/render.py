@@ -9,20 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hermes_rl.record import replacements
+from hermes_rl.text import visible as visible
 
 Row = Mapping[str, Any]
 
 WIDTH = 100
 _OUTPUT_LINES = 12
-
-
-_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters, and characters that change the direction of text."""
-
-
-def visible(text: str) -> str:
-    """Escape control characters in texts of models and programs."""
-    return _UNSEEN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def number(value: float | int | None) -> str:

@@ -1,12 +1,21 @@
 """Scores, comparisons and plots of runs. Infrastructure failures are in no score."""
 
-from hermes_rl.evals.plots import (
-    plot_difference,
-    plot_rewards,
-    plot_tokens,
-    rewards_frame,
-    tokens_frame,
+from hermes_rl.evals.activity import (
+    plot_progress,
+    plot_solve_rates,
+    plot_time,
+    plot_timeline,
+    plot_tools,
 )
+from hermes_rl.evals.comparisons import (
+    plot_cost,
+    plot_endings,
+    plot_pass_at_k,
+    plot_scores,
+    plot_task_map,
+)
+from hermes_rl.evals.frames import Frames, Grain, frames
+from hermes_rl.evals.plots import Plot, plot_difference, plot_rewards, plot_tokens
 from hermes_rl.evals.statistics import (
     SOLVED,
     Bounds,
@@ -23,15 +32,27 @@ __all__ = [
     "SOLVED",
     "Bounds",
     "Comparison",
+    "Frames",
+    "Grain",
     "Interval",
+    "Plot",
     "Summary",
     "bootstrap",
     "compare",
+    "frames",
+    "plot_cost",
     "plot_difference",
+    "plot_endings",
+    "plot_pass_at_k",
+    "plot_progress",
     "plot_rewards",
+    "plot_scores",
+    "plot_solve_rates",
+    "plot_task_map",
+    "plot_time",
+    "plot_timeline",
     "plot_tokens",
-    "rewards_frame",
+    "plot_tools",
     "summary",
-    "tokens_frame",
     "wilson",
 ]

@@ -1,10 +1,11 @@
-"""Plots of runs. Each function returns a figure; `*_frame` functions return the plotted data."""
+"""Plots of one run, and what all plots share. Each function returns a figure and its frame."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,16 +23,31 @@ if TYPE_CHECKING:
 MAX_TASKS = 40
 """Tasks that a plot shows by default."""
 
-_INK, _FAINT, _GRID = "#222222", "#8a8a8a", "#e6e6e6"
-_BLUE, _PALE, _ORANGE = "#2f6fb0", "#a9c8e6", "#d9822b"
+INK, FAINT, _GRID = "#222222", "#8a8a8a", "#e6e6e6"
+BLUE, PALE, ORANGE = "#2f6fb0", "#a9c8e6", "#d9822b"
+LEGEND: dict[str, Any] = {
+    "frameon": False, "fontsize": 8, "loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3,
+}  # fmt: skip
+"""A legend above the plot, beside its title."""
 _WIDTH_IN, _ROW_IN, _MARGIN_IN = 8.0, 0.26, 1.5
 
 
-def rewards_frame(run: Run) -> pd.DataFrame:
-    """Return the solved share of each task with its 95 % Wilson interval.
+class Plot(NamedTuple):
+    """A picture and the data in it. As the value of a cell, a notebook shows the picture."""
 
-    Columns: task_id, units, solved, low, high, reward (mean); the least solved first.
-    """
+    figure: Figure
+    frame: pd.DataFrame
+
+    def __repr__(self) -> str:
+        return f"Plot of {len(self.frame)} rows: {', '.join(map(str, self.frame.columns))}"
+
+    def _repr_png_(self) -> bytes:
+        data = BytesIO()
+        self.figure.savefig(data, format="png")
+        return data.getvalue()
+
+
+def _rewards_frame(run: Run) -> pd.DataFrame:
     scores = task_scores(run.trajectories)
     bounds = [
         wilson(round(share * units), units)
@@ -43,70 +59,72 @@ def rewards_frame(run: Run) -> pd.DataFrame:
     return scores[columns].sort_values(["solved", "task_id"], ignore_index=True)
 
 
-def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Figure:
+def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Plot:
     """Plot the solved share of each task and of the run, with intervals.
+
+    Frame: task_id, units, solved with its 95 % Wilson interval low and high, reward (mean); the
+    least solved first.
 
     Args:
         limit: tasks to draw, the least solved ones.
 
     Raises: UserError when nothing was graded, or matplotlib is not installed.
     """
-    frame = rewards_frame(run)
+    frame = _rewards_frame(run)
     if frame.empty:
         raise UserError(f"{run.path}: no graded trajectory to plot")
     whole = bootstrap(frame["solved"].tolist())
     units, shown = int(frame["units"].sum()), frame.head(limit)
-    figure, (axes,) = _canvas(len(shown))
+    figure, (axes,) = make_canvas(len(shown))
     _band(axes, whole)
     rows = range(len(shown))
-    axes.hlines(rows, shown["low"], shown["high"], color=_PALE, linewidth=5, zorder=2)
-    axes.plot(shown["solved"], rows, "o", color=_BLUE, markersize=6, zorder=3, clip_on=False)
-    _name_rows(axes, [str(task) for task in shown["task_id"]])
+    axes.hlines(rows, shown["low"], shown["high"], color=PALE, linewidth=5, zorder=2)
+    axes.plot(shown["solved"], rows, "o", color=BLUE, markersize=6, zorder=3, clip_on=False)
+    name_rows(axes, [str(task) for task in shown["task_id"]])
     for row, (share, tried) in enumerate(zip(shown["solved"], shown["units"], strict=True)):
         count = f"{round(share * tried)} of {tried}"
         axes.annotate(
             count, (1, row), (14, 0), textcoords="offset points", va="center", fontsize=8.5,
-            color=_FAINT, annotation_clip=False,
+            color=FAINT, annotation_clip=False,
         )  # fmt: skip
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("solved units of each task, with the 95 % interval of their share")
-    _title(
+    title(
         axes,
         f"{run.path.name}: {whole.mean:.0%} solved" + _bounds(whole),
         f"{len(frame)} tasks, {units} graded units" + _only(len(shown), len(frame), "least solved"),
     )
-    return figure
+    return Plot(figure, frame)
 
 
-def tokens_frame(run: Run) -> pd.DataFrame:
-    """Return task_id, unit_id, turn, and the input, cached and output tokens of each model call.
-
-    Only calls of the agent in finished units. Unknown usage is NaN, never zero.
-    """
+def _tokens_frame(run: Run) -> pd.DataFrame:
     calls = run.calls
     chosen = calls[(calls["status"] == "ok") & (calls["purpose"] == "agent")]
     columns = ["task_id", "unit_id", "turn", "input_tokens", "cache_read_tokens", "output_tokens"]
     return chosen[columns].reset_index(drop=True)
 
 
-def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Figure:
+def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Plot:
     """Plot the tokens per unit of each task, and per call by turn.
+
+    Frame: task_id, unit_id, turn, and the input, cached and output tokens of each call of the agent
+    in finished units. Unknown usage is NaN, never zero.
 
     Args:
         limit: tasks to draw, those with most tokens.
 
     Raises: UserError when no call's usage is known, or matplotlib is not installed.
     """
-    frame = tokens_frame(run)
+    frame = _tokens_frame(run)
     known = frame.dropna(subset=["input_tokens", "output_tokens"])
     if known.empty:
         raise UserError(f"{run.path}: no call of known usage to plot")
     per_task = _tokens_per_task(known)
     shown = per_task.tail(limit)
-    figure, (left, right) = _canvas(len(shown), plots=2)
+    figure, (left, right) = make_canvas(len(shown), plots=2)
     _stacked(left, shown)
-    _title(
+    title(
         left,
         f"{run.path.name}: tokens per unit",
         f"mean over {known['unit_id'].nunique()} units"
@@ -114,14 +132,14 @@ def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Figure:
         + _left_out(len(frame) - len(known)),
     )
     _by_turn(right, known)
-    _title(right, "tokens per call", "median over units, band from first to third quartile")
-    return figure
+    title(right, "tokens per call", "median over units, band from first to third quartile")
+    return Plot(figure, frame)
 
 
-def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Figure:
+def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Plot:
     """Plot the difference of the solved share of each task, and the mean with its interval.
 
-    The data is `comparison.per_task`.
+    Frame: `comparison.per_task`.
 
     Args:
         limit: tasks to draw, those that differ most.
@@ -131,25 +149,25 @@ def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Figure
     frame = comparison.per_task
     largest = frame["difference"].abs().sort_values(ascending=False, kind="stable").index[:limit]
     shown = frame.loc[largest].sort_values(["difference", "task_id"])
-    figure, (axes,) = _canvas(len(shown))
+    figure, (axes,) = make_canvas(len(shown))
     _band(axes, comparison.difference)
-    colours = [_BLUE if value > 0 else _ORANGE for value in shown["difference"]]
+    colours = [BLUE if value > 0 else ORANGE for value in shown["difference"]]
     axes.barh(range(len(shown)), shown["difference"], color=colours, height=0.6, zorder=2)
     zeros = [row for row, value in enumerate(shown["difference"]) if value == 0]
-    axes.plot([0.0] * len(zeros), zeros, "o", color=_FAINT, markersize=4, zorder=3)
-    axes.axvline(0, color=_INK, linewidth=0.8, zorder=3)
-    _name_rows(axes, [str(task) for task in shown["task_id"]])
+    axes.plot([0.0] * len(zeros), zeros, "o", color=FAINT, markersize=4, zorder=3)
+    axes.axvline(0, color=INK, linewidth=0.8, zorder=3)
+    name_rows(axes, [str(task) for task in shown["task_id"]])
     axes.set_xlim(-1.02, 1.02)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}" if value else "0")
     axes.set_xlabel(f"{comparison.a} solved more  |  {comparison.b} solved more")
     mean = comparison.difference
-    _title(
+    title(
         axes,
         f"{comparison.b} less {comparison.a}: {mean.mean:+.0%}" + _bounds(mean, "+.0%"),
         f"difference of the solved share, {comparison.tasks} common tasks"
         + _only(len(shown), len(frame), "most different"),
     )
-    return figure
+    return Plot(figure, frame)
 
 
 def _tokens_per_task(calls: pd.DataFrame) -> pd.DataFrame:
@@ -166,19 +184,19 @@ def _tokens_per_task(calls: pd.DataFrame) -> pd.DataFrame:
 
 def _stacked(axes: Axes, shown: pd.DataFrame) -> None:
     rows, start = range(len(shown)), shown["fresh"] * 0.0
-    parts = (("fresh", "input, not cached", _BLUE), ("cached", "input from cache", _PALE))
-    for column, label, colour in (*parts, ("output", "output", _ORANGE)):
+    parts = (("fresh", "input, not cached", BLUE), ("cached", "input from cache", PALE))
+    for column, label, colour in (*parts, ("output", "output", ORANGE)):
         if shown[column].any() or column != "cached":
             axes.barh(rows, shown[column], left=start, color=colour, label=label, height=0.7)
         start = start + shown[column]
-    _name_rows(axes, [str(task) for task in shown.index])
+    name_rows(axes, [str(task) for task in shown.index])
     _count_axis(axes.xaxis)
     axes.set_xlabel("tokens")
     if start.max() == 0:
         axes.set_xlim(0, 1)
         axes.text(
             0.5, 0.5, "no tokens: oracle and noop use none", transform=axes.transAxes, ha="center",
-            color=_FAINT,
+            color=FAINT,
         )  # fmt: skip
     axes.legend(loc="lower right", frameon=False, fontsize=8)
 
@@ -186,8 +204,8 @@ def _stacked(axes: Axes, shown: pd.DataFrame) -> None:
 def _by_turn(axes: Axes, calls: pd.DataFrame) -> None:
     axes.set_axisbelow(True)
     for column, label, colour in (
-        ("input_tokens", "input", _BLUE),
-        ("output_tokens", "output", _ORANGE),
+        ("input_tokens", "input", BLUE),
+        ("output_tokens", "output", ORANGE),
     ):
         spread = calls.groupby("turn")[column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
         axes.fill_between(spread.index, spread[0.25], spread[0.75], color=colour, alpha=0.18, lw=0)
@@ -211,31 +229,33 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _canvas(rows: int, plots: int = 1) -> tuple[Figure, list[Axes]]:
+def make_canvas(rows: int, plots: int = 1, *, grid: bool = True) -> tuple[Figure, list[Axes]]:
     """Make a figure that a notebook shows once, as the value of its cell."""
     pyplot = _pyplot()
     height = _MARGIN_IN + _ROW_IN * rows
     size = (_WIDTH_IN, height) if plots == 1 else (1.35 * _WIDTH_IN, max(3.4, height))
-    figure, grid = pyplot.subplots(
-        1, plots, figsize=size, layout="constrained", width_ratios=(3, 2)[:plots], squeeze=False
+    ratios = (3, 2) if plots == 2 else None
+    figure, axes = pyplot.subplots(
+        1, plots, figsize=size, layout="constrained", width_ratios=ratios, squeeze=False
     )
     pyplot.close(figure)
-    axes = list(grid[0])
-    for each in axes:
+    for each in axes[0]:
         _style(each)
-    axes[0].xaxis.grid(True, color=_GRID)
-    return figure, axes
+    if grid:
+        axes[0][0].xaxis.grid(True, color=_GRID)
+    return figure, list(axes[0])
 
 
 def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
-    axes.tick_params(length=0, labelsize=9, labelcolor=_INK)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
 
 
-def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Label the rows of a horizontal plot from the bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(-0.7, len(names) - 0.3)
 
@@ -247,18 +267,24 @@ def _count_axis(axis: Any) -> None:
 def _band(axes: Axes, whole: Interval) -> None:
     """Draw the mean over tasks and its interval behind the rows."""
     axes.axvspan(whole.low, whole.high, color="#f1f1f1", zorder=0, lw=0)
-    axes.axvline(whole.mean, color=_FAINT, linewidth=1, linestyle="--", zorder=1)
+    axes.axvline(whole.mean, color=FAINT, linewidth=1, linestyle="--", zorder=1)
 
 
-def _title(axes: Axes, title: str, note: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=_INK, pad=22)
-    axes.text(0, 1.0, note, transform=axes.transAxes, fontsize=8.5, color=_FAINT, va="bottom")
+def title(axes: Axes, text: str, note: str) -> None:
+    """Write a title, and a note below it."""
+    axes.set_title(text, loc="left", fontsize=11, color=INK, pad=22)
+    axes.text(0, 1.0, note, transform=axes.transAxes, fontsize=8.5, color=FAINT, va="bottom")
 
 
 def _bounds(whole: Interval, form: str = ".0%") -> str:
     if math.isnan(whole.low):
         return ""
     return f" ({whole.low:{form}} to {whole.high:{form}} over tasks)"
+
+
+def note_of(shown: int, there: int, which: str) -> str:
+    """How many tasks or attempts there are, and which of them are drawn."""
+    return f"{there:,} in all" + _only(shown, there, which)
 
 
 def _only(shown: int, there: int, which: str) -> str:

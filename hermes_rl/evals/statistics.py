@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -212,6 +213,10 @@ class Comparison:
             f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over {self.tasks} common tasks: "
             f"{verdict}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = self.per_task.to_html(index=False, max_rows=20, float_format="{:.2f}".format)
+        return f"<p>{escape(str(self))}</p>{rows}"
 
 
 def _verdict(interval: Interval, differing: int) -> Literal["a", "b", "undecided"]:

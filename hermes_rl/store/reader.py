@@ -17,11 +17,12 @@ from hermes_rl.input_errors import nearest_file
 from hermes_rl.locks import try_lock
 from hermes_rl.store.commit import BatchSummary, Commit, read_commits, rows_of
 from hermes_rl.store.files import read_payloads
+from hermes_rl.store.html import TrajectoryRow, facts_html
 from hermes_rl.store.journal import Dispatched
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.processes import ProcessId, read_holder
 from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of
-from hermes_rl.store.stats import compute_stats
+from hermes_rl.store.stats import compute_stats, run_figures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -142,6 +143,44 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.path}: {self.ledger.done} done, {self.ledger.given_up} given up>"
+
+    def _repr_html_(self) -> str:
+        return facts_html(str(self.path), run_figures(self.stats))
+
+    def trajectory(self, wanted: str) -> TrajectoryRow:
+        """One attempt; in a notebook, the value of a cell shows it turn by turn.
+
+        Args:
+            wanted: the beginning of a unit's or trajectory's id, or TASK, or TASK#REPEAT. Of
+                several attempts, a finished one is taken, else the last.
+
+        Raises: UserError when there is none.
+        """
+        task, _, repeat = wanted.rpartition("#")
+        names = ("unit_id", "trajectory_id", "task_id", "repeat", "attempt")
+        for table in ("trajectories", "failures"):
+            rows = [
+                row
+                for row in self.arrow(table, names).to_pylist()
+                if row["unit_id"].startswith(wanted)
+                or row["trajectory_id"].startswith(wanted)
+                or row["task_id"] == wanted
+                or (row["task_id"] == task and str(row["repeat"]) == repeat)
+            ]
+            if rows:
+                last = max(rows, key=lambda row: row["attempt"])
+                return self._whole_row(table, last["trajectory_id"])
+        raise UserError(f"{self.path}: no attempt {wanted!r}. `hermes-rl show` lists them")
+
+    def _whole_row(self, table: str, trajectory_id: str) -> TrajectoryRow:
+        import pyarrow.compute as pc
+
+        from hermes_rl.store.schema import schema_of
+
+        for batch in self.batches(table, schema_of(table).names, 64):
+            for row in batch.filter(pc.equal(batch["trajectory_id"], trajectory_id)).to_pylist():
+                return TrajectoryRow(decode_row(row))
+        raise StoreError(f"{self.path}: {trajectory_id} is gone. See hermes-rl check")
 
     @cached_property
     def trajectories(self) -> pd.DataFrame:
@@ -273,6 +312,29 @@ class Run:
                 raise self._unreadable(part.name, error) from error
         tables = [found[stem] for stem in sorted(found, key=order_of)]
         return pa.concat_tables(tables) if tables else empty_table(schema).select(names)
+
+    def batches(self, table: str, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """The rows of `arrow` in steps, in the order of writing: memory does not follow the run.
+
+        Args:
+            rows: of a step, at most.
+
+        Raises: StoreError for a file that cannot be read.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        unpublished = self.unpublished([table])[table]
+        parts = {stem_of(part): part for part in self.run_dir.parts(table)}
+        for stem in sorted({*unpublished, *parts}, key=order_of):
+            if stem not in parts:
+                yield from unpublished[stem].select(list(columns)).to_batches(rows)
+                continue
+            try:
+                with pq.ParquetFile(parts[stem]) as file:
+                    yield from file.iter_batches(rows, columns=list(columns))
+            except (OSError, pa.ArrowException) as error:
+                raise self._unreadable(parts[stem].name, error) from error
 
     def _unreadable(self, what: str, error: Exception) -> StoreError:
         why = str(error).partition("\n")[0]

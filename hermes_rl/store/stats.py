@@ -57,7 +57,7 @@ def page(name: str, stats: Mapping[str, Any]) -> str:
     shown = "\n".join(_section(title, bars) for title, bars in sections if bars)
     figures = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
-        for label, value in _figures(stats)
+        for label, value in run_figures(stats)
     )
     return document(name, _headline(stats), f"<dl>{figures}</dl>\n<main>\n{shown}\n</main>")
 
@@ -90,7 +90,8 @@ def _headline(stats: Mapping[str, Any]) -> str:
     return f"{units['done']:,}{whole} units done{more}. All starts of this run together."
 
 
-def _figures(stats: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def run_figures(stats: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """The main numbers of a run as names and texts."""
     reward, tokens, calls = stats["reward"], stats["tokens"], stats["calls"]
     graded = reward["graded"]
     yield "solved (reward 1)", f"{reward['solved']:,} of {graded:,}" if graded else "not graded"

@@ -66,11 +66,11 @@ def write_part(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def make_rows(folder: Path, rows: int) -> None:
     """A run with this many distinct attempts."""
-    words = [f"word{n}" for n in range(2_000)]
+    vocabulary = [f"term{n}" for n in range(2_000)]
     for part in range(rows // PART_ROWS):
         chance = random.Random(part)
         made = [
-            make_row(part * PART_ROWS + n, " ".join(chance.choices(words, k=900)))
+            make_row(part * PART_ROWS + n, " ".join(chance.choices(vocabulary, k=900)))
             for n in range(PART_ROWS)
         ]
         write_part(folder / "trajectories" / f"part-1-0-{part}.parquet", made)
@@ -104,7 +104,7 @@ def measure(served: Served, run: str) -> dict[str, Any]:
         "by tokens, late": {"sort": "-total_tokens", "offset": middle},
         "task": {"task": "task-000123"}, "failed": {"reward": "failed", "errors": 1},
         "ending": {"end": "max_turns", "sort": "-turns"},
-        "text": {"q": "word1234 word7"}, "rare text": {"q": "nowhere in it"},
+        "text": {"q": "term1234 term7"}, "rare text": {"q": "nowhere in it"},
     }  # fmt: skip
     middle_row = served.get("units", run=run, offset=middle // 100 * 100)["rows"][0]
     for path in ("unit", "messages"):

@@ -48,11 +48,11 @@ def run(tasks: int = 3, known: bool = True) -> Frames:
 
 def test_plot_rewards_draws_its_frame() -> None:
     made = run()
-    frame = evals.rewards_frame(made)
+    figure, frame = evals.plot_rewards(made)
     assert frame["task_id"].tolist() == ["t0", "t1", "t2"]
     assert frame["solved"].tolist() == [0.0, 0.25, 0.5]
     assert ((frame["low"] <= frame["solved"]) & (frame["solved"] <= frame["high"])).all()
-    axes = evals.plot_rewards(made).axes[0]
+    axes = figure.axes[0]
     dots = next(line for line in axes.lines if line.get_marker() == "o")
     assert list(dots.get_xdata()) == frame["solved"].tolist()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["t0", "t1", "t2"]
@@ -61,13 +61,13 @@ def test_plot_rewards_draws_its_frame() -> None:
 
 
 def test_plots_of_large_runs_note_that_they_are_partial() -> None:
-    axes = evals.plot_rewards(run(tasks=5), limit=2).axes[0]
+    axes = evals.plot_rewards(run(tasks=5), limit=2).figure.axes[0]
     assert len(axes.get_yticklabels()) == 2
     assert "5 tasks, 20 graded units; the 2 least solved are drawn" in axes.texts[-1].get_text()
 
 
 def test_plot_tokens_per_task_and_per_turn() -> None:
-    left, right = evals.plot_tokens(run()).axes
+    left, right = evals.plot_tokens(run()).figure.axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["t0", "t1", "t2"]
     widths = [bar.get_width() for bar in left.patches]
     # Fresh input, cached input and output of t2: turns of 100, 200, 300 with 0, 60, 120 cached.
@@ -80,9 +80,8 @@ def test_unknown_usage_is_not_drawn_as_zero() -> None:
         evals.plot_tokens(run(known=False))
     mixed = run()
     mixed.calls.loc[0, ["input_tokens", "output_tokens"]] = np.nan
-    assert (
-        "1 calls of unknown usage left out" in evals.plot_tokens(mixed).axes[0].texts[-1].get_text()
-    )
+    note = evals.plot_tokens(mixed).figure.axes[0].texts[-1].get_text()
+    assert "1 calls of unknown usage left out" in note
 
 
 def test_an_ungraded_run_cannot_be_plotted() -> None:

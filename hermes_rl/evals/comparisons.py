@@ -1,0 +1,213 @@
+"""Plots of several runs together. Each function returns a figure and its frame (`Plot`)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hermes_rl.errors import UserError
+from hermes_rl.evals.plots import (
+    BLUE,
+    FAINT,
+    INK,
+    LEGEND,
+    MAX_TASKS,
+    ORANGE,
+    PALE,
+    Plot,
+    make_canvas,
+    name_rows,
+    note_of,
+    title,
+)
+from hermes_rl.evals.statistics import bootstrap, task_scores
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hermes_rl.store import Run
+
+_GRADED = ("task_id", "task_hash", "reward", "turns")
+
+
+def plot_scores(*runs: Run) -> Plot:
+    """Plot the solved share of each run with its interval over tasks.
+
+    Frame: run, tasks, units, solved, low, high.
+
+    Raises: UserError when nothing was graded, or matplotlib is not installed.
+    """
+    import pandas as pd
+
+    rows = []
+    for run in runs:
+        scores = _scores(run)
+        solved = bootstrap(scores["solved"].tolist())
+        rows.append({
+            "run": run.path.name, "tasks": len(scores), "units": int(scores["units"].sum()),
+            "solved": solved.mean, "low": solved.low, "high": solved.high,
+        })  # fmt: skip
+    frame = pd.DataFrame(rows)
+    figure, (axes,) = make_canvas(len(frame))
+    places = range(len(frame))
+    axes.hlines(places, frame["low"], frame["high"], color=PALE, linewidth=5, zorder=2)
+    axes.plot(frame["solved"], places, "o", color=BLUE, zorder=3, clip_on=False)
+    name_rows(axes, [str(name) for name in frame["run"]])
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("solved, with the 95 % interval over tasks")
+    title(axes, "Solved share", f"{frame['tasks'].max()} tasks")
+    return Plot(figure, frame)
+
+
+def plot_task_map(*runs: Run, limit: int = MAX_TASKS) -> Plot:
+    """Plot the solved share of each task in each run as colours.
+
+    Frame: tasks as rows, runs as columns, the least solved first.
+
+    Raises: as `plot_scores`.
+    """
+    import pandas as pd
+
+    columns = {run.path.name: _scores(run).set_index("task_id")["solved"] for run in runs}
+    frame = pd.DataFrame(columns)
+    frame = frame.loc[frame.mean(axis=1).sort_values(kind="stable").index]
+    shown = frame.head(limit)
+    figure, (axes,) = make_canvas(len(shown), grid=False)
+    image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=1, aspect="auto", origin="lower")
+    name_rows(axes, [str(task) for task in shown.index])
+    axes.set_ylim(-0.5, len(shown) - 0.5)
+    axes.set_xticks(range(len(columns)), list(columns))
+    for row, values in enumerate(shown.to_numpy()):
+        for column, value in enumerate(values):
+            text = "" if math.isnan(value) else f"{value:.0%}"
+            ink = "white" if value > 0.6 else INK
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
+    figure.colorbar(image, ax=axes, format=lambda value, _: f"{value:.0%}", fraction=0.04)
+    title(axes, "Solved share of each task", note_of(len(shown), len(frame), "least solved"))
+    return Plot(figure, frame)
+
+
+def plot_pass_at_k(*runs: Run) -> Plot:
+    """Plot pass@k (one of k attempts solves the task) and pass^k (all k do), with intervals.
+
+    Only tasks with at least k graded units count at k.
+    Frame: run, k, kind, tasks, value, low, high.
+    Source: Chen et al. 2021 (pass@k, unbiased); Yao et al. 2024 (pass^k).
+
+    Raises: as `plot_scores`.
+    """
+    import pandas as pd
+
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        scores = _scores(run)
+        units = scores["units"].to_numpy()
+        solved = np.rint(scores["solved"].to_numpy() * units).astype(int)
+        for k in range(1, int(units.max()) + 1):
+            pairs = [(int(n), int(c)) for n, c in zip(units, solved, strict=True) if n >= k]
+            for kind, value in (
+                ("pass@k", [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in pairs]),
+                ("pass^k", [math.comb(c, k) / math.comb(n, k) for n, c in pairs]),
+            ):
+                mean, low, high = bootstrap(value)
+                rows.append({
+                    "run": run.path.name, "k": k, "kind": kind, "tasks": len(pairs),
+                    "value": mean, "low": low, "high": high,
+                })  # fmt: skip
+    frame = pd.DataFrame(rows)
+    figure, (axes,) = make_canvas(9)
+    for number, ((name, which), part) in enumerate(frame.groupby(["run", "kind"], sort=False)):
+        colour, line = f"C{number // 2}", "-" if which == "pass@k" else "--"
+        axes.plot(
+            part["k"], part["value"], line, marker="o", color=colour, label=f"{name}, {which}"
+        )
+        axes.fill_between(part["k"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xticks(sorted(set(frame["k"])))
+    axes.set_xlabel("k")
+    axes.legend(frameon=False, fontsize=8)
+    title(axes, "pass@k and pass^k", "bands: 95 % interval over tasks")
+    return Plot(figure, frame)
+
+
+def plot_cost(*runs: Run) -> Plot:
+    """Plot the solved share of each run against its cost per unit; tokens where prices are unknown.
+
+    The line joins the runs that no other run beats at the same or a lower cost.
+    Frame: run, units, solved, low, high, cost_usd, tokens (per unit), best.
+
+    Raises: as `plot_scores`.
+    """
+    import pandas as pd
+
+    rows = []
+    for run in runs:
+        scores, totals = _scores(run), run.runs.iloc[0]
+        solved, units = bootstrap(scores["solved"].tolist()), int(totals["done"])
+        usd = None if totals["unpriced_calls"] else totals["cost_usd"]
+        tokens = (totals["input_tokens"] or 0) + (totals["output_tokens"] or 0)
+        rows.append({
+            "run": run.path.name, "units": units, "solved": solved.mean, "low": solved.low,
+            "high": solved.high, "cost_usd": None if usd is None else usd / units,
+            "tokens": tokens / units,
+        })  # fmt: skip
+    frame = pd.DataFrame(rows)
+    priced = bool(frame["cost_usd"].notna().all() and frame["cost_usd"].any())
+    column = "cost_usd" if priced else "tokens"
+    frame = frame.sort_values([column, "solved"], ascending=[True, False], ignore_index=True)
+    frame["best"] = frame["solved"] > frame["solved"].cummax().shift(fill_value=-1)
+    figure, (axes,) = make_canvas(9)
+    spread = [frame["solved"] - frame["low"], frame["high"] - frame["solved"]]
+    axes.errorbar(frame[column], frame["solved"], yerr=spread, fmt="o", color=BLUE, ecolor=PALE)
+    best = frame[frame["best"]]
+    axes.plot(best[column], best["solved"], "--", color=ORANGE, zorder=1)
+    for name, x, y in zip(frame["run"], frame[column], frame["solved"], strict=True):
+        axes.annotate(str(name), (x, y), (7, 5), textcoords="offset points", fontsize=8.5)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.15)
+    axes.set_ylim(-0.02, 1.02)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("US dollars per unit" if priced else "tokens per unit (no known price)")
+    title(axes, "Solved share against cost", "dashed: not beaten at the same or a lower cost")
+    return Plot(figure, frame)
+
+
+def plot_endings(*runs: Run) -> Plot:
+    """Plot how the attempts of each run ended: the ending, or the cause of a failure.
+
+    Frame: endings as rows, runs as columns (attempts).
+
+    Raises: UserError when matplotlib is not installed.
+    """
+    import pandas as pd
+
+    counts = {}
+    for run in runs:
+        tables = [run.frame(t, ["end_reason", "cause"]) for t in ("trajectories", "failures")]
+        rows = pd.concat(tables)
+        ends = ("failed: " + rows["cause"].astype(object)).fillna(rows["end_reason"])
+        counts[run.path.name] = ends.value_counts()
+    frame = pd.DataFrame(counts).fillna(0).astype(int)
+    frame = frame.loc[frame.sum(axis=1).sort_values(kind="stable").index]
+    figure, (axes,) = make_canvas(len(frame) * len(counts))
+    height = 0.8 / len(counts)
+    for number, name in enumerate(frame):
+        places = [row + (number - (len(counts) - 1) / 2) * height for row in range(len(frame))]
+        bars = axes.barh(places, frame[name], height * 0.92, color=f"C{number}", label=name)
+        axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8, color=FAINT)
+    name_rows(axes, [str(end) for end in frame.index])
+    axes.set_xlabel("attempts")
+    axes.legend(**LEGEND)
+    title(axes, "How attempts ended", f"{int(frame.to_numpy().sum()):,} attempts")
+    return Plot(figure, frame)
+
+
+def _scores(run: Run) -> pd.DataFrame:
+    scores = task_scores(run.frame("trajectories", list(_GRADED)))
+    if scores.empty:
+        raise UserError(f"{run.path}: no graded trajectory to plot")
+    return scores
