@@ -16,7 +16,6 @@ from hermes_rl.store import Run, is_run, load_run
 
 if TYPE_CHECKING:
     import pandas as pd
-    import polars as pl
     import pyarrow as pa
 
 ROWS_AT_ONCE = 256
@@ -81,12 +80,6 @@ class Grain:
         """All rows as a pandas frame; JSON columns are text (`json.loads`)."""
         frame: pd.DataFrame = self.to_arrow().to_pandas()
         return frame
-
-    def to_polars(self) -> pl.DataFrame:
-        """All rows as a polars frame."""
-        import polars as pl
-
-        return pl.DataFrame(self)
 
 
 @dataclass(frozen=True)
