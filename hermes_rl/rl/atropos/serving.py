@@ -89,8 +89,9 @@ class ApiClient:
         self.batch_size, self.max_token_len, self.num_steps, self.step = -1, -1, -1, 0
         self._lock = asyncio.Lock()
 
-    async def register(self) -> None:
-        """Wait for a trainer, then register. Raises: UserError when the API refuses."""
+    async def register(self) -> dict[str, Any]:
+        """Wait for a trainer, then register; returns the reply. Raises: UserError when the API
+        refuses."""
         body = {
             "max_token_length": self.options.max_token_length,
             "desired_name": self._served.name,
@@ -117,6 +118,7 @@ class ApiClient:
                 " not fill. Change --repeats, or the trainer's batch_size"
             )
         self._notify(f"{self._shown}: registered as {reply['wandb_name']} (id {self.env_id})")
+        return reply
 
     async def has_capacity(self) -> bool:
         """Whether fewer groups wait than this environment may have ahead of the trainer."""
