@@ -1,4 +1,4 @@
-"""SIGKILL a worker with many sandboxes, on each backend, and see that nothing of them is left.
+"""SIGKILL a worker with many sandboxes, on each backend, and see that none of them is left.
 
     python tests/chaos/killed_sandboxes.py [--n 50] [--backends bubblewrap,none,docker,...]
 
@@ -47,7 +47,7 @@ from hermes_rl.sandboxes import (  # noqa: E402
 
 LEASE_S, MORE_S = 60.0, 60.0
 ORDINARY = 54321
-"""A user id that nobody has: root may not start containers of apptainer."""
+"""A user id that is not in use: root may not start containers of apptainer."""
 BACKENDS = ("bubblewrap", "none", "docker", "podman", "ssh", "apptainer", "modal")
 
 
@@ -202,7 +202,7 @@ def carriers(mark: str) -> set[int]:
 
 
 def kill(worker: subprocess.Popen[str], watchdog_too: bool) -> None:
-    """SIGKILL a worker; with its watchdog first, which is no child of it."""
+    """SIGKILL a worker; with its watchdog first, which is not its child."""
     for path in Path("/proc").glob("[0-9]*/cmdline") if watchdog_too else ():
         with contextlib.suppress(OSError):
             line = path.read_bytes()
