@@ -60,9 +60,9 @@ coverage: dev-venv ## measure branch coverage of the fast tests and the processe
 	@$(RUN) -m coverage report --skip-covered
 
 test-consumers: dev-venv ## test with other projects' trainers and a LiteLLM proxy, in separate environments
-	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt $(TORCH)
+	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm))
-	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt $(TORCH)
+	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
 	@$(call consume,$(CONSUMERS)-axolotl,tests/consumers/with_axolotl)

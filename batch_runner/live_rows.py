@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -176,6 +177,9 @@ class MemberRows:
             segments[columns["trajectory_id"]].append(msgspec.convert(columns, Segment))
         for row in rows:
             row["metrics"] = decode_metrics(row["metrics"])
+            for part in (row, *row["calls"]):  # microseconds, as in a journal
+                times = {n: value for n, value in part.items() if isinstance(value, datetime)}
+                part |= {name: round(at.timestamp() * 1e6) for name, at in times.items()}
         return {r["trajectory_id"]: MemberRow(r, segments[r["trajectory_id"]]) for r in rows}
 
     def _of_part(self, table: str, stem: str, ids: list[str]) -> list[dict[str, Any]]:

@@ -30,9 +30,13 @@ compile locks/dev.txt pyproject.toml --extra dev --group build "$@"
 compile locks/demo.txt pyproject.toml --extra local --group build --constraint locks/dev.txt "$@"
 compile locks/atropos.txt locks/atropos.in "$@"
 echo "torch ; sys_platform == 'none'" >"$tools/overrides.txt"
-compile locks/consumers.txt --group consumers --override "$tools/overrides.txt" "$@"
+# Trainers that run our rollouts have this package beside them.
+with_us=(pyproject.toml --extra rl --group build)
+compile locks/consumers.txt "${with_us[@]}" --group consumers --override "$tools/overrides.txt" "$@"
 for name in verl axolotl protocols litellm; do
-    compile "locks/consumers-$name.txt" "locks/consumers-$name.in" --override "$tools/overrides.txt" "$@"
+    ours=()
+    case $name in verl | protocols) ours=("${with_us[@]}") ;; esac
+    compile "locks/consumers-$name.txt" "locks/consumers-$name.in" "${ours[@]}" --override "$tools/overrides.txt" "$@"
     alone=locks/consumers-$name.alone.in
     if [ -f "$alone" ]; then
         # Programs of which we run a small part: what that needs stands in the .in file, the rest is left out. harbor names a

@@ -165,6 +165,20 @@ def fake_server(producer: str, *options: str) -> Iterator[str]:
         server.wait(timeout=30)
 
 
+@contextmanager
+def live_engine(producer: str, folder: Path) -> Iterator[str]:
+    """Start the engine of `live_engine.py` in a folder and return its base URL."""
+    command = [producer, str(HERE / "live_engine.py"), str(folder)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdin
+        assert engine.stdout
+        yield json.loads(engine.stdout.readline())["base_url"]
+        engine.stdin.close()
+        engine.wait(timeout=30)
+
+
 @pytest.fixture(scope="session")
 def parquet(runs: list[Path]) -> list[str]:
     """Patterns of the files of the runs."""

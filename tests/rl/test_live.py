@@ -101,7 +101,8 @@ async def test_groups_are_complete_and_acknowledged_once(lab: Lab) -> None:
             assert [g.group_id for g in again] == [g.group_id for g in held]
             assert all(group.again for group in again)
             before, now = (g[0].members[0].trajectory or {} for g in (held, again))
-            for name in ("messages", "metrics", "usage", "reward", "metadata"):
+            names = ("messages", "metrics", "usage", "reward", "metadata", "started_at", "calls")
+            for name in names:
                 assert before[name] == now[name]
             more = await take(stream, 3, ack=10)
         # The trainer goes back to step 8: what it acknowledged later comes again.
