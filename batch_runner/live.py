@@ -231,6 +231,8 @@ class LiveGroups:
         self._counts: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._left = asyncio.Event()
+        self._wanted = 0
+        """Groups that the trainer waits for."""
         self._over = False
         self._error: BaseException | None = None
         self._grading = asyncio.Lock()
@@ -352,8 +354,11 @@ class LiveGroups:
         return self._keeps_up() and len(self.planned) < window
 
     def _keeps_up(self) -> bool:
-        """Whether the trainer keeps up with the groups."""
-        return len(self._queue) + len(self._closing) < self.options.ahead
+        """Whether the trainer keeps up with the groups, or waits for one more."""
+        complete = len(self._queue) + len(self._closing)
+        if self.options.ahead:
+            return complete < self.options.ahead
+        return complete + sum(g.started for g in self._open.values()) < self._wanted
 
     def take(self) -> WorkItem | None:
         """Return the next member; None if none may start now."""
@@ -596,14 +601,19 @@ class LiveGroups:
 
     async def _next(self) -> LiveGroup | None:
         """Return the next complete group; None after the last one."""
-        while not self._queue:
-            if self._error is not None:
-                raise self._error
-            if self._over:
-                self._raise_stop()
-                return None
-            self._changed.clear()
-            await self._changed.wait()
+        self._wanted += 1
+        self.source.wake()
+        try:
+            while not self._queue:
+                if self._error is not None:
+                    raise self._error
+                if self._over:
+                    self._raise_stop()
+                    return None
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self._wanted -= 1
         row, again = self._queue.popleft()
         self.source.wake()
         ids = [one for one in row["trajectory_ids"] if one is not None]

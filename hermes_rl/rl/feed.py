@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from hermes_rl.record import Segment
-from hermes_rl.rl.live import LiveMember, Policy, RolloutStream, SyncGroup, SyncRollouts
+from hermes_rl.rl.live import GroupData, LiveMember, Policy, RolloutStream, SyncGroup, SyncRollouts
 
 _POLL_SECONDS = 0.2
 """How often a full or an empty queue is looked at for the end of the stream."""
@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.2
 class Row:
     """One sequence to train on. Lists have one entry per token."""
 
-    group: SyncGroup
+    group: GroupData
     member: LiveMember
     """Its `advantage` is the one of every trained token in all of its rows."""
     segment: Segment
@@ -55,6 +55,27 @@ class Row:
     def logprobs(self) -> list[float]:
         """Of sampling, for all `segment.input_ids`; 0 where not sampled."""
         return [0.0 if value is None else value for value in self.segment.logprobs]
+
+
+def make_rows(
+    group: GroupData, member: LiveMember, live_version: Callable[[float], int | None]
+) -> list[Row]:
+    """Return what to train on of a member: its trainable segments; none if it is not valid.
+
+    Args:
+        live_version: returns the policy's version at a time, in seconds since 1970.
+    """
+    rows: list[Row] = []
+    for segment in member.segments:
+        if member.advantage is None or not segment.trainable or not any(segment.loss_mask):
+            continue
+        assert member.trajectory is not None
+        pairs = zip(segment.version_ids, segment.sampled_mask, strict=True)
+        least = min(version for version, sampled in pairs if sampled)
+        unknown = least < 0
+        began = member.trajectory["started_at"] / 1e6
+        rows.append(Row(group, member, segment, live_version(began) if unknown else least))
+    return rows
 
 
 @dataclass
@@ -186,12 +207,7 @@ class RowFeed:
             self._error = error
 
     def _give(self, group: SyncGroup) -> None:
-        rows = [
-            Row(group, member, segment, self._version(member, segment))
-            for member in group.members
-            for segment in member.segments
-            if member.advantage is not None and segment.trainable and any(segment.loss_mask)
-        ]
+        rows = [row for member in group.members for row in make_rows(group, member, self._live)]
         if not rows:
             group.reject("no token to train")
             return
@@ -216,14 +232,8 @@ class RowFeed:
         if now is not None and row.version is not None and most is not None:
             given.stale += now - row.version > most
 
-    def _version(self, member: LiveMember, segment: Segment) -> int | None:
-        pairs = zip(segment.version_ids, segment.sampled_mask, strict=True)
-        known = [version for version, sampled in pairs if sampled]
-        if min(known) >= 0:
-            return min(known)
-        assert member.trajectory is not None
-        began = member.trajectory["started_at"] / 1e6
-        return [version for since, version in self._versions if since <= began][-1]
+    def _live(self, at: float) -> int | None:
+        return [version for since, version in self._versions if since <= at][-1]
 
     def _note_version(self) -> None:
         if self._policy.version != self._versions[-1][1]:

@@ -336,6 +336,7 @@ def rollouts(
         limit: tasks of the stream; None is all, also of an endless stream.
         advantage: the kind in `member.advantage`.
         ahead: complete groups that wait for the trainer, at most; no new group starts beyond that.
+            0 starts a group only when the trainer waits for one.
         selection: which groups are delivered.
         resume_step: the step of the checkpoint that the trainer was restored from. Groups that were
             acknowledged with a later step are delivered again.
@@ -357,8 +358,8 @@ def rollouts(
     if advantage not in get_args(Advantage):
         raise UserError(f"advantage: {advantage!r} is not one of {', '.join(get_args(Advantage))}")
     waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
-    if waiting < 1:
-        raise UserError("ahead must be at least 1")
+    if waiting < 0:
+        raise UserError("ahead must be at least 0")
     old = staleness or Staleness("none")
     options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step, old)
     return RolloutStream(parsed, options)

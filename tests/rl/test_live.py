@@ -122,6 +122,17 @@ async def test_groups_are_complete_and_acknowledged_once(lab: Lab) -> None:
     await check(lab)
 
 
+async def test_with_ahead_0_a_group_starts_only_when_the_trainer_waits_for_it(lab: Lab) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        stream = open_stream(lab, server, ahead=0)
+        async with stream, asyncio.timeout(60):
+            await take(stream, 1, ack=1)
+            await asyncio.gather(*(anext(stream) for _ in range(3)))
+    assert len(lab.rows()) == 4 * SIZE  # a rollout that was cut would be in `failures`
+    assert not load_run(lab.out).failures.shape[0]
+
+
 async def test_refused_groups_are_stored_with_the_reason(lab: Lab) -> None:
     lab.write(TALK)
     selection = Selection(drop_equal=True, solve_rate=(0.5, 1.0), early_stop=2)
@@ -420,7 +431,7 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
     [
         ({"group_size": 0}, "'dataset.repeats' must be 1 or more"),
         ({"advantage": "x"}, "is not one of grpo, rloo, dr_grpo"),
-        ({"ahead": 0}, "ahead must be at least 1"),
+        ({"ahead": -1}, "ahead must be at least 0"),
         ({"config": {"runn": 1}}, "unknown key 'runn'"),
     ],
 )
