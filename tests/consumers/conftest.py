@@ -179,6 +179,26 @@ def live_engine(producer: str, folder: Path) -> Iterator[str]:
         engine.wait(timeout=30)
 
 
+def write_tiny_model(folder: Path) -> None:
+    """Write a model of about ten thousand random weights beside its tokenizer."""
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>"
+    )
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
 @pytest.fixture(scope="session")
 def parquet(runs: list[Path]) -> list[str]:
     """Patterns of the files of the runs."""

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import live_engine
+from conftest import live_engine, write_tiny_model
 from live_truth import GroupTruth, Term, context, read_truth, row_digest
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, packing
 
 from hermes_rl.store import load_run
@@ -45,22 +44,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A tiny model on disk and, for `url`, an engine with its tokenizer."""
     with live_engine(request.config.getoption("--producer"), tmp_path) as url:
         (tmp_path / "url").write_text(url.removesuffix("/v1"))
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_file=str(tmp_path / "model" / "tokenizer.json"),
-            eos_token="<|im_end|>",
-            pad_token="<|endoftext|>",
-        )
-        config = Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+        write_tiny_model(tmp_path / "model")
         yield tmp_path
 
 
