@@ -67,6 +67,8 @@ if TYPE_CHECKING:
         load_environment,
         settle_env,
     )
+    from hermes_rl.rl.openenv import parse_action
+    from hermes_rl.rl.openenv_server import open_openenv_server
     from hermes_rl.rl.rewards import Rewards, check_rewards, part
     from hermes_rl.rl.scoring import (
         Grader,

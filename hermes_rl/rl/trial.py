@@ -110,13 +110,14 @@ async def arun_trial(
         host = await stack.enter_async_context(open_host(opened.section))
         rows = await asyncio.to_thread(list, env_rows(opened, tasks))
         runs = (
-            run_attempt(context, _item(context, row, solution), EventLog(), make=host.episode)
+            run_attempt(context, item_of(context, row, solution), EventLog(), make=host.episode)
             for row in rows
         )
         return list(await asyncio.gather(*runs))
 
 
-def _item(context: RunContext, row: LazyRow, solution: Changed | None) -> WorkItem:
+def item_of(context: RunContext, row: LazyRow, solution: Changed | None = None) -> WorkItem:
+    """Return the first attempt at the task of a row."""
     parsed = row.parse()
     task = parsed.task
     if task is not None and solution is not None:
