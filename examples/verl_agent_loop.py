@@ -1,4 +1,4 @@
-"""verl's AgentLoop: each prompt of verl stands for the next group of an environment's rollouts.
+"""verl's AgentLoop: each prompt of verl gets the next group of rollouts of an environment.
 
     # agent.yaml
     - {name: ours, _target_: verl_agent_loop.HermesAgentLoop, env: gsm8k_python, out: runs/verl}
@@ -32,7 +32,7 @@ class Groups:
         self.stream, self.policy = stream, policy
         self.start = asyncio.ensure_future(stream.__aenter__())
         self.taken: dict[str, asyncio.Future[LiveGroup]] = {}
-        self.given = Counter[str]()
+        self.sessions = Counter[str]()
 
     async def next(self) -> LiveGroup:
         await self.start
@@ -43,9 +43,9 @@ class Groups:
         if uid not in self.taken:
             self.taken[uid] = asyncio.ensure_future(self.next())
         group = await asyncio.shield(self.taken[uid])
-        self.given[uid] += 1
-        if self.given[uid] == size:
-            del self.taken[uid], self.given[uid]
+        self.sessions[uid] += 1
+        if self.sessions[uid] == size:
+            del self.taken[uid], self.sessions[uid]
             await group.ack(step)
         return group
 

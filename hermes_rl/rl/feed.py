@@ -79,7 +79,7 @@ def make_rows(
 
 
 @dataclass
-class _Given:
+class _QueuedGroup:
     """A group whose rows are in the queue, or were."""
 
     group: SyncGroup
@@ -110,7 +110,7 @@ class RowFeed:
     Args:
         stream: of `rollouts()`, not yet open.
         policy: that of the stream.
-        size: rows in the queue, at most; the next group waits until there is room.
+        size: rows in the queue, at most; the next group waits until there is space.
         max_staleness: a trainer that drops rows more than so many policy versions old says so
             here: a group that it dropped whole is rejected, not acknowledged.
         make: what is queued for a row, in place of the row.
@@ -131,7 +131,7 @@ class RowFeed:
         self._stack, self._stopping = ExitStack(), threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._given: dict[str, _Given] = {}
+        self._groups: dict[str, _QueuedGroup] = {}
         self._last_group = 0.0
         self._versions: list[tuple[float, int | None]] = []
 
@@ -185,15 +185,15 @@ class RowFeed:
         Returns: the number of groups.
         """
         count = 0
-        for name, given in list(self._given.items()):
-            if given.taken < given.rows:
+        for name, queued in list(self._groups.items()):
+            if queued.taken < queued.rows:
                 break
-            if given.stale == given.rows:
-                given.group.reject(f"stale: more than {self._max_staleness} versions old")
+            if queued.stale == queued.rows:
+                queued.group.reject(f"stale: more than {self._max_staleness} versions old")
             else:
-                given.group.ack(step)
+                queued.group.ack(step)
                 count += 1
-            del self._given[name]
+            del self._groups[name]
         return count
 
     def _produce(self, groups: SyncRollouts) -> None:
@@ -211,7 +211,7 @@ class RowFeed:
         if not rows:
             group.reject("no token to train")
             return
-        self._given[group.group_id] = _Given(group, len(rows))
+        self._groups[group.group_id] = _QueuedGroup(group, len(rows))
         for row in rows:
             made = self._make(row)
             while not self._stopping.is_set():
@@ -223,14 +223,14 @@ class RowFeed:
         self._last_group = time.monotonic()
 
     def _note_taken(self, row: Row) -> None:
-        given, now, most = (
-            self._given[row.group.group_id],
+        queued, now, most = (
+            self._groups[row.group.group_id],
             self._policy.version,
             self._max_staleness,
         )
-        given.taken += 1
+        queued.taken += 1
         if now is not None and row.version is not None and most is not None:
-            given.stale += now - row.version > most
+            queued.stale += now - row.version > most
 
     def _live(self, at: float) -> int | None:
         return [version for since, version in self._versions if since <= at][-1]

@@ -95,7 +95,7 @@ class OpenEnv(Environment[OpenEnvConfig]):
         """Step, and return the observation; None at the end of the episode."""
         if not ctx.state["shown"]:
             ctx.state["shown"] = True
-            return _said(ctx.state["first"])
+            return _user_message(ctx.state["first"])
         try:
             action = parse_action(trajectory.final_response or "", task.metadata["schema"])
         except ValueError as error:
@@ -104,7 +104,7 @@ class OpenEnv(Environment[OpenEnvConfig]):
         if "message" in answer:
             return UserMessage(content=f"The action failed: {answer['message']}")
         ctx.state["reward"] += answer.get("reward") or 0.0
-        return None if answer.get("done") else _said(answer["observation"])
+        return None if answer.get("done") else _user_message(answer["observation"])
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> float:
         """Close the session; return the sum of the rewards."""
@@ -174,5 +174,5 @@ def parse_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {required[0]: action}
 
 
-def _said(observation: object) -> UserMessage:
+def _user_message(observation: object) -> UserMessage:
     return UserMessage(content=json.dumps(observation, ensure_ascii=False))

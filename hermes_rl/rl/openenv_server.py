@@ -65,12 +65,12 @@ class _Guest(NoopClient):
     endpoint = "openenv"
 
     def __init__(self) -> None:
-        self.asked: asyncio.Queue[ModelRequest] = asyncio.Queue()
+        self.requests: asyncio.Queue[ModelRequest] = asyncio.Queue()
         self.answers: asyncio.Queue[AssistantMessage] = asyncio.Queue()
 
     async def complete(self, request: ModelRequest) -> Completion:
         """See `ModelClient.complete`."""
-        await self.asked.put(request)
+        await self.requests.put(request)
         message = await self.answers.get()
         reason = "tool_calls" if message.tool_calls else "stop"
         return replace(await super().complete(request), message=message, finish_reason=reason)
@@ -104,7 +104,7 @@ class _Session:
     async def step(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Answer the model request. Raises: UserError."""
         if self._work is None or self._work.done():
-            raise UserError("no rollout is going on. Call reset first")
+            raise UserError("no rollout is running. Call reset first")
         calls = data.get("tool_calls") or []
         try:
             made = tuple(
@@ -132,14 +132,14 @@ class _Session:
     async def _observe(self) -> dict[str, Any]:
         """Wait for the next model request, or the end."""
         assert self._work is not None
-        asked = asyncio.create_task(self._guest.asked.get())
-        await asyncio.wait((asked, self._work), return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            request = asked.result()
+        requested = asyncio.create_task(self._guest.requests.get())
+        await asyncio.wait((requested, self._work), return_when=asyncio.FIRST_COMPLETED)
+        if requested.done():
+            request = requested.result()
             messages = [to_openai(message) for message in request.conversation]
             new, self._seen = messages[self._seen :], len(messages) + 1
             return _observed({"messages": new, "tools": list(request.tools)})
-        asked.cancel()
+        requested.cancel()
         row = self._work.result()
         if row.cause is not None:
             raise HermesError(f"{row.cause}: {row.error}")

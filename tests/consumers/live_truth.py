@@ -43,8 +43,8 @@ def row_digest(terms: Iterable[Term], reward: float) -> str:
 
 
 def read_truth(folder: Path, run: Path) -> dict[str, GroupTruth]:
-    """Group id -> what the engine sampled for it, with a new row wherever a prompt does not go on
-    from the ids of the last row."""
+    """Group id -> what the engine sampled for it, with a new row wherever a prompt does not start
+    with the ids of the last row."""
     lines = (folder / "truth.jsonl").read_text(encoding="utf-8").splitlines()
     log = {entry["call_id"]: entry for entry in map(json.loads, lines)}
     groups: dict[str, GroupTruth] = defaultdict(GroupTruth)

@@ -59,8 +59,8 @@ class Talk(Environment[Config]):
         return [double]
 
     async def reply(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> Message | None:
-        asked = trajectory.turns > 2 or ctx.member % 2
-        return None if asked else UserMessage(content="Are you sure?")
+        over = trajectory.turns > 2 or ctx.member % 2
+        return None if over else UserMessage(content="Are you sure?")
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> float:
         return float(ctx.member < 2)

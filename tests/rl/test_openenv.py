@@ -20,8 +20,8 @@ CLIENT = "hermes_rl.rl.openenv:OpenEnv"
 
 def solution(first: dict[str, Any]) -> list[str]:
     """The actions that solve a task of math_tool, from its first observation."""
-    words = first["messages"][-1]["content"].replace(",", "").replace("?", "").split()
-    a, b, c = (int(word) for word in words if word.isdigit())
+    parts = first["messages"][-1]["content"].replace(",", "").replace("?", "").split()
+    a, b, c = (int(part) for part in parts if part.isdigit())
     calls = [("multiply", a, b), ("add", a * b, c)]
     steps = [
         {"content": "", "tool_calls": [{"name": "calculate", "arguments": arguments}]}
