@@ -7,7 +7,6 @@ has the version of the newest `weights/N.safetensors`. Prints its address; serve
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from hermes_rl.testing import ExactConfig, ExactEngine, write_tiny_tokenizer
@@ -21,7 +20,7 @@ async def main(folder: Path) -> None:
         over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
         while not over.done():
             versions = [int(path.stem) for path in (folder / "weights").glob("*.safetensors")]
-            engine.config = replace(engine.config, version=str(max(versions, default=0)))
+            engine.running.set_version(str(max(versions, default=0)))
             await asyncio.sleep(0.02)
 
 
