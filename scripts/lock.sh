@@ -35,7 +35,7 @@ with_us=(pyproject.toml --extra rl --group build)
 compile locks/consumers.txt "${with_us[@]}" --group consumers --override "$tools/overrides.txt" "$@"
 for name in verl axolotl protocols litellm; do
     ours=()
-    case $name in verl | protocols) ours=("${with_us[@]}") ;; esac
+    if [ "$name" = verl ]; then ours=("${with_us[@]}"); fi
     compile "locks/consumers-$name.txt" "locks/consumers-$name.in" "${ours[@]}" --override "$tools/overrides.txt" "$@"
     alone=locks/consumers-$name.alone.in
     if [ -f "$alone" ]; then
