@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 _CALL = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+    "properties": {
+        "id": {"type": "string"},
+        "name": {"type": "string"},
+        "arguments": {"type": ["object", "string"]},
+    },
     "required": ["name"],
 }
 _ACTION = {
@@ -109,9 +113,9 @@ class _Session:
         try:
             made = tuple(
                 ToolCall(
-                    id=f"call_{self.steps}_{number}",
+                    id=str(call.get("id") or f"call_{self.steps}_{number}"),
                     name=str(call["name"]),
-                    arguments=json.dumps(call.get("arguments") or {}),
+                    arguments=_text(call.get("arguments") or {}),
                 )
                 for number, call in enumerate(calls)
             )
@@ -148,6 +152,11 @@ class _Session:
 
 def _observed(observation: dict[str, Any], reward: float | None = None) -> dict[str, Any]:
     return {"observation": observation, "reward": reward, "done": "end_reason" in observation}
+
+
+def _text(arguments: object) -> str:
+    """Arguments as a model writes them: text stays as it is."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 class OpenEnvServer:

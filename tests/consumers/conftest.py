@@ -166,6 +166,19 @@ def fake_server(producer: str, *options: str) -> Iterator[str]:
 
 
 @contextmanager
+def serving(*command: str) -> Iterator[str]:
+    """Start a server that prints its address; return it."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1]
+    ) as server:
+        try:
+            assert server.stdout
+            yield json.loads(server.stdout.readline())["base_url"]
+        finally:
+            server.kill()
+
+
+@contextmanager
 def live_engine(producer: str, folder: Path) -> Iterator[str]:
     """Start the engine of `live_engine.py` in a folder and return its base URL."""
     command = [producer, str(HERE / "live_engine.py"), str(folder)]

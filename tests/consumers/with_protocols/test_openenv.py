@@ -4,29 +4,17 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import absent  # noqa: F401
 import pytest
+from conftest import serving
 from openenv.core.client_types import StepResult
 from openenv.core.generic_client import GenericEnvClient
 
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
-
-
-@contextmanager
-def serving(*command: str) -> Iterator[str]:
-    """Start a server that prints its address; return it."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
-        try:
-            assert server.stdout
-            yield json.loads(server.stdout.readline())["base_url"]
-        finally:
-            server.kill()
 
 
 @pytest.fixture
