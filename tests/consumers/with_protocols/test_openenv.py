@@ -1,4 +1,4 @@
-"""OpenEnv's own server is rolled out here, and its own client plays an environment of ours."""
+"""OpenEnv's own server is rolled out here, and its own client plays an environment of hermes_rl."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def test_an_environment_on_openenvs_server_is_rolled_out_with_its_rewards(produc
     assert "A number from 10 to 99." in first["messages"][-2]["content"]
     replies = [m["content"] for m in second["messages"] if m["role"] == "user"][1:]
     assert [json.loads(replies[0])["text"], json.loads(replies[2])["text"]] == ["Less.", "Less."]
-    assert replies[1].startswith("The action failed: ")  # `many` is no number
+    assert replies[1].startswith("The action failed: ")  # `many` is not a number
 
 
 @pytest.mark.parametrize("right", [True, False])
