@@ -16,7 +16,7 @@ HERE = Path(__file__).parents[1]
 EXAMPLES = HERE.parents[1] / "examples"
 
 
-def test_env_server_runs_an_environment_of_ours(
+def test_env_server_runs_an_environment_of_hermes_rl(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])

@@ -38,7 +38,7 @@ def test_an_environment_on_openenvs_server_is_rolled_out_with_its_rewards(produc
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_openenvs_client_plays_an_environment_of_ours(producer: str, right: bool) -> None:
+def test_openenvs_client_plays_an_environment_of_hermes_rl(producer: str, right: bool) -> None:
     served = [producer, "-m", "hermes_rl.rl.openenv_server", "docs/examples/math_tool.py"]
     with serving(*served, "--port", "0") as url:
         result = asyncio.run(play(url, right))
