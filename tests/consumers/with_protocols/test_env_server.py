@@ -1,4 +1,4 @@
-"""verifiers' EnvServer runs an environment of hermes_rl, with verifiers' own client and interception."""
+"""verifiers' EnvServer runs an environment of hermes_rl; its client takes the episode."""
 
 import asyncio
 import sys
