@@ -4,8 +4,7 @@
     python examples/trl_grpo.py gsm8k_python --model Qwen/Qwen3-0.6B
 
 The environment owns tasks, tools and rewards; TRL sends its weights to the server. A rollout whose
-history forked has several rows, so a batch is filled with rows, not with groups. The same command
-continues after a crash, from the last checkpoint.
+history forked has several rows, so a batch is made of rows. The same command resumes the run.
 """
 
 import argparse
@@ -78,6 +77,8 @@ def make_trainer(
         out=out / f"rollouts-{config.process_index}",  # each process has tasks of its own
         seed=config.process_index,
         group_size=group_size,
+        concurrency=config.generation_batch_size,
+        ahead=1,
         resume_step=step or 0,
         config={"model": {"temperature": config.temperature}},
     )
