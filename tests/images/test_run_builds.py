@@ -208,6 +208,19 @@ def test_without_buildah_a_run_names_the_package_and_makes_no_call(
                      "Install it: apt install buildah"]  # fmt: skip
 
 
+@pytest.mark.parametrize("sandbox", ["ssh --hosts one.example", "apptainer", "modal"])
+def test_dockerfiles_are_refused_in_one_line_where_their_images_cannot_go(
+    store: ImageStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], sandbox: str
+) -> None:
+    task(tmp_path / "tasks/one", "FROM base\n")
+    where = ["--base-url", "http://127.0.0.1:1", "--out", str(tmp_path / "out"), *HERE]
+    command = ["run", str(tmp_path / "tasks"), "--model", "echo-0", *where]
+    assert main([*command, "--dry-run", "--sandbox", *sandbox.split()]) == 2
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
+    kind = sandbox.partition(" ")[0]
+    assert line.startswith(f"error: --sandbox {kind} cannot play task folders with a Dockerfile: ")
+
+
 SECRET = "https://user:fi5hy@index.example/it's"
 
 
