@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import importlib
 import json
 import logging
 import sys
@@ -168,12 +169,12 @@ class BaseEnv(ABC):
     def tokenizer(self) -> Any:
         """The tokenizer of `tokenizer_name`. Raises: UserError without transformers."""
         try:
-            from transformers import AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
+            transformers = importlib.import_module("transformers")  # of the environment, not ours
         except ImportError as error:
             raise UserError(
                 "self.tokenizer needs transformers: pip install transformers"
             ) from error
-        return AutoTokenizer.from_pretrained(self.config.tokenizer_name)
+        return transformers.AutoTokenizer.from_pretrained(self.config.tokenizer_name)
 
     async def setup(self) -> None:
         """Prepare the environment."""
