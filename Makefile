@@ -59,9 +59,9 @@ coverage: dev-venv ## measure branch coverage of the fast tests and the processe
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-test-consumers: dev-venv ## test with other projects' trainers and a LiteLLM proxy, in separate environments
+test-consumers: dev-venv ## test with other projects' trainers, evaluations and a LiteLLM proxy, in separate environments
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt --editable $(TORCH)
-	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm))
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm evals))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
@@ -70,6 +70,8 @@ test-consumers: dev-venv ## test with other projects' trainers and a LiteLLM pro
 	@$(call consume,$(CONSUMERS)-protocols,tests/consumers/with_protocols)
 	@bash scripts/venv.sh $(CONSUMERS)-litellm locks/consumers-litellm.txt
 	@$(call consume,$(CONSUMERS)-litellm,tests/consumers/with_litellm)
+	@bash scripts/venv.sh $(CONSUMERS)-evals locks/consumers-evals.txt
+	@$(call consume,$(CONSUMERS)-evals,tests/consumers/with_evals)
 
 lock: ## regenerate the lock files from pyproject.toml (newest versions: scripts/lock.sh --upgrade)
 	@bash scripts/lock.sh

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from batch_runner.images import find_missing
@@ -20,6 +20,7 @@ from batch_runner.runner import run_batch
 from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, resolve_settings
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
+from hermes_rl.evals import stats
 from hermes_rl.store import Ledger, RunDir, read_commits, refuse_changes
 from hermes_rl.usage import cost_text
 
@@ -207,27 +208,7 @@ def predict(known: Sequence[float], more: int) -> Range | None:
     if count < 2:
         return None
     spent, mean = sum(known), fmean(known)
-    half = student_t(count - 1) * stdev(known) * math.sqrt(more + more * more / count)
+    error = stdev(known) * math.sqrt(more + more * more / count)
+    half = stats.t_quantile(1 - (1 - LEVEL) / 2, count - 1) * error
     expected = spent + mean * more
     return Range(expected, max(spent, expected - half), expected + half)
-
-
-def student_t(freedom: int) -> float:
-    """The two-sided quantile of Student's t; within half a percent from 4 degrees of freedom on.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.5; exact for 1
-    and 2 degrees of freedom.
-    """
-    upper = 1 - (1 - LEVEL) / 2
-    if freedom == 1:
-        return math.tan(math.pi * (upper - 0.5))
-    if freedom == 2:
-        return (2 * upper - 1) * math.sqrt(2 / (4 * upper * (1 - upper)))
-    z = NormalDist().inv_cdf(upper)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return math.fsum((z, *(term / freedom**power for power, term in enumerate(terms, start=1))))

@@ -1,5 +1,6 @@
 """Scores, comparisons and plots of runs. Infrastructure failures are in no score."""
 
+from hermes_rl.evals import stats
 from hermes_rl.evals.activity import (
     plot_progress,
     plot_solve_rates,
@@ -16,16 +17,16 @@ from hermes_rl.evals.comparisons import (
 )
 from hermes_rl.evals.frames import Frames, Grain, frames
 from hermes_rl.evals.plots import Plot, plot_difference, plot_rewards, plot_tokens
-from hermes_rl.evals.statistics import (
+from hermes_rl.evals.stats import Interval, VarianceSplit, bootstrap, wilson
+from hermes_rl.evals.summaries import (
     SOLVED,
     Bounds,
     Comparison,
-    Interval,
     Summary,
-    bootstrap,
     compare,
+    compare_all,
+    pass_at,
     summary,
-    wilson,
 )
 
 __all__ = [
@@ -37,9 +38,12 @@ __all__ = [
     "Interval",
     "Plot",
     "Summary",
+    "VarianceSplit",
     "bootstrap",
     "compare",
+    "compare_all",
     "frames",
+    "pass_at",
     "plot_cost",
     "plot_difference",
     "plot_endings",
@@ -53,6 +57,7 @@ __all__ = [
     "plot_timeline",
     "plot_tokens",
     "plot_tools",
+    "stats",
     "summary",
     "wilson",
 ]

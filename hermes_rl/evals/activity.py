@@ -17,7 +17,7 @@ from hermes_rl.evals.plots import (
     note_of,
     title,
 )
-from hermes_rl.evals.statistics import task_scores
+from hermes_rl.evals.summaries import task_scores
 
 if TYPE_CHECKING:
     import pandas as pd

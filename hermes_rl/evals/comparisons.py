@@ -22,7 +22,8 @@ from hermes_rl.evals.plots import (
     note_of,
     title,
 )
-from hermes_rl.evals.statistics import bootstrap, task_scores
+from hermes_rl.evals.stats import share_interval
+from hermes_rl.evals.summaries import task_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,7 @@ def plot_scores(*runs: Run) -> Plot:
     rows = []
     for run in runs:
         scores = _scores(run)
-        solved = bootstrap(scores["solved"].tolist())
+        solved = share_interval(scores["solved"].tolist(), units=int(scores["units"].sum()))
         rows.append({
             "run": run.path.name, "tasks": len(scores), "units": int(scores["units"].sum()),
             "solved": solved.mean, "low": solved.low, "high": solved.high,
@@ -112,7 +113,7 @@ def plot_pass_at_k(*runs: Run) -> Plot:
                 ("pass@k", [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in pairs]),
                 ("pass^k", [math.comb(c, k) / math.comb(n, k) for n, c in pairs]),
             ):
-                mean, low, high = bootstrap(value)
+                mean, low, high = share_interval(value)
                 rows.append({
                     "run": run.path.name, "k": k, "kind": kind, "tasks": len(pairs),
                     "value": mean, "low": low, "high": high,
@@ -147,7 +148,10 @@ def plot_cost(*runs: Run) -> Plot:
     rows = []
     for run in runs:
         scores, totals = _scores(run), run.runs.iloc[0]
-        solved, units = bootstrap(scores["solved"].tolist()), int(totals["done"])
+        solved, units = (
+            share_interval(scores["solved"].tolist(), units=int(scores["units"].sum())),
+            int(totals["done"]),
+        )
         usd = None if totals["unpriced_calls"] else totals["cost_usd"]
         tokens = (totals["input_tokens"] or 0) + (totals["output_tokens"] or 0)
         rows.append({

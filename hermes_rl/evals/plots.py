@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hermes_rl.errors import UserError
-from hermes_rl.evals.statistics import Interval, bootstrap, task_scores, wilson
+from hermes_rl.evals.stats import Interval, share_interval, wilson
+from hermes_rl.evals.summaries import task_scores
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hermes_rl.evals.statistics import Comparison
+    from hermes_rl.evals.summaries import Comparison
     from hermes_rl.store import Run
 
 MAX_TASKS = 40
@@ -73,8 +74,8 @@ def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Plot:
     frame = _rewards_frame(run)
     if frame.empty:
         raise UserError(f"{run.path}: no graded trajectory to plot")
-    whole = bootstrap(frame["solved"].tolist())
     units, shown = int(frame["units"].sum()), frame.head(limit)
+    whole = share_interval(frame["solved"].tolist(), units=units)
     figure, (axes,) = make_canvas(len(shown))
     _band(axes, whole)
     rows = range(len(shown))

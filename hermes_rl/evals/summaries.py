@@ -1,0 +1,322 @@
+"""Scores of runs and their comparison, with the task as the sampling unit (formulas: `stats`).
+
+Infrastructure failures are in no score; they are counted, and bounded apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from hermes_rl.errors import UserError
+from hermes_rl.evals import stats
+from hermes_rl.evals.stats import Interval, VarianceSplit
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hermes_rl.store import Run
+
+SOLVED = 1.0
+"""The reward from which a task counts as solved."""
+ALPHA, POWER = 0.05, 0.8
+"""Error rate of a verdict, and the share of real differences that one finds."""
+
+_KEYS = ["task_id", "task_hash"]
+_UNITS = [*_KEYS, "unit_id", "reward", "turns", "truncated", "attempt"]
+_FAILURES = [*_KEYS, "unit_id", "owner", "cause", "error"]
+
+
+class Bounds(NamedTuple):
+    """Lower and upper bound of a value."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Scores of a run. Infrastructure failures are in no score and are counted separately."""
+
+    name: str
+    tasks: int
+    """Tasks with at least one graded unit."""
+    units: int
+    """Graded units."""
+    solved: Interval
+    """Share of units solved, averaged per task, then over tasks."""
+    reward: Interval
+    """Mean reward, averaged per task, then over tasks."""
+    variance: VarianceSplit
+    """Of the solved share: how much tasks and repeats contribute."""
+    all_failed: float
+    """Share of the tasks with repeats whose rewards are all 0: no gradient comes from them."""
+    all_solved: float
+    """Share of the tasks with repeats whose rewards are all 1."""
+    truncated: float
+    """Share of graded units that a limit cut."""
+    retried: float
+    """Share of graded units that needed more than one attempt."""
+    failed_attempts: int
+    """Attempts without a verdict, because of infrastructure, task or operator."""
+    never_graded: int
+    """Units with attempts but without a reward, which are missing from the score."""
+    bounds: Bounds
+    """The solved share if all ungraded units were failed, and if they were solved."""
+    per_task: pd.DataFrame
+    """task_id, units, solved (share), reward (mean), turns (mean)."""
+    failures: pd.DataFrame
+    """task_id, owner, cause, error: one row per failed attempt."""
+
+    def __str__(self) -> str:
+        left_out = f"{self.failed_attempts} attempts left out"
+        if not self.tasks:
+            return f"{self.name}: nothing was graded; {left_out}"
+        solved = f"solved {self.solved.mean:.0%}"
+        if self.tasks > 1:
+            solved += f" (95 % interval {self.solved.low:.0%} to {self.solved.high:.0%})"
+        text = f"{self.name}: {solved} over {self.tasks} tasks, {self.units} units; {left_out}"
+        if self.never_graded:
+            low, high = self.bounds
+            text += f"; {self.never_graded} units ungraded: {low:.0%} to {high:.0%} with them"
+        return text
+
+
+def summary(run: Run, *, by: str | None = None) -> Summary:
+    """Compute the scores of a run that `hermes_rl.load_run` returned.
+
+    Args:
+        by: a column of `metadata` that tasks have in common, such as their repository; errors are
+            clustered by it.
+    """
+    trajectories, failed = run.frame("trajectories", _UNITS), run.frame("failures", _FAILURES)
+    per_task = task_scores(trajectories)
+    missing = _never_graded(trajectories, failed)
+    graded = trajectories[trajectories["reward"].notna()]
+    units, clusters = len(graded), _clusters(run, per_task, by)
+    repeated = per_task[per_task["units"] > 1]
+    return Summary(
+        name=run.path.name,
+        tasks=len(per_task),
+        units=units,
+        solved=stats.share_interval(per_task["solved"].to_numpy(), clusters, units=units),
+        reward=stats.mean_interval(per_task["reward"].to_numpy(), clusters),
+        variance=stats.variance_split(
+            (graded["reward"] >= SOLVED).to_numpy(), graded.groupby(_KEYS).ngroup().to_numpy()
+        ),
+        all_failed=_share(repeated["most"] <= 0),
+        all_solved=_share(repeated["least"] >= SOLVED),
+        truncated=_share(graded["truncated"]),
+        retried=_share(graded["attempt"] > 0),
+        failed_attempts=len(failed),
+        never_graded=len(missing),
+        bounds=_bounds(per_task, missing),
+        per_task=per_task.drop(columns=["least", "most"]),
+        failures=failed[["task_id", "owner", "cause", "error"]].reset_index(drop=True),
+    )
+
+
+def _share(flags: pd.Series[Any]) -> float:
+    return float(flags.astype(float).mean()) if len(flags) else math.nan
+
+
+def _clusters(run: Run, per_task: pd.DataFrame, by: str | None) -> list[str] | None:
+    """The cluster of each task. Raises: UserError for tasks without that column."""
+    if by is None:
+        return None
+    frame = run.frame("trajectories", ["task_hash", "metadata"])
+    pairs: Iterable[tuple[str, Any]] = zip(frame["task_hash"], frame["metadata"], strict=True)
+    found = {task: str(data[by]) for task, data in pairs if isinstance(data, dict) and by in data}
+    absent = sorted(set(per_task["task_hash"]) - found.keys())
+    if absent:
+        raise UserError(f"{run.path.name}: {len(absent)} tasks have no '{by}' in their metadata")
+    return [found[task] for task in per_task["task_hash"]]
+
+
+def task_scores(trajectories: pd.DataFrame) -> pd.DataFrame:
+    """Compute one row per task: graded units, solved share, reward (mean, least, most), turns."""
+    graded = trajectories[trajectories["reward"].notna()]
+    graded = graded.assign(solved=(graded["reward"] >= SOLVED).astype(float))
+    groups = graded.groupby(_KEYS, sort=True)
+    scores = groups.agg(
+        units=("reward", "size"),
+        solved=("solved", "mean"),
+        reward=("reward", "mean"),
+        least=("reward", "min"),
+        most=("reward", "max"),
+        turns=("turns", "mean"),
+    )
+    return scores.reset_index()
+
+
+def _never_graded(trajectories: pd.DataFrame, failures: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per unit without a reward: task_id, task_hash, unit_id."""
+    import pandas as pd
+
+    columns = [*_KEYS, "unit_id"]
+    graded = trajectories["reward"].notna()
+    tried = pd.concat([trajectories.loc[~graded, columns], failures[columns]])
+    return tried[~tried["unit_id"].isin(trajectories.loc[graded, "unit_id"])].drop_duplicates(
+        "unit_id"
+    )
+
+
+def _bounds(per_task: pd.DataFrame, missing: pd.DataFrame) -> Bounds:
+    lost = missing.groupby(_KEYS).size().rename("lost").reset_index()
+    tasks = per_task.merge(lost, on=_KEYS, how="outer").fillna({"units": 0, "solved": 0, "lost": 0})
+    if tasks.empty:
+        return Bounds(math.nan, math.nan)
+    solved, all_units = tasks["solved"] * tasks["units"], tasks["units"] + tasks["lost"]
+    low, high = solved / all_units, (solved + tasks["lost"]) / all_units
+    return Bounds(float(low.mean()), float(high.mean()))
+
+
+def pass_at(run: Run, k: int, *, every: bool = False) -> Interval:
+    """Estimate how often at least one of k repeats solves a task (pass@k), with its interval.
+
+    Args:
+        every: all of k repeats (pass^k) instead of one.
+
+    Raises: UserError when no task has k graded units.
+    """
+    scores = task_scores(run.frame("trajectories", _UNITS))
+    scores = scores[scores["units"] >= k]
+    if scores.empty or k < 1:
+        raise UserError(f"{run.path.name}: no task has {k} graded units. Use a smaller k")
+    estimate = stats.pass_hat_k if every else stats.pass_at_k
+    solved = (scores["solved"] * scores["units"]).round().astype(int)
+    pairs = zip(scores["units"], solved, strict=True)
+    values = [estimate(int(units), int(right), k) for units, right in pairs]
+    return stats.share_interval(values, units=int(scores["units"].sum()))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The paired difference of two runs over the tasks that are graded in both."""
+
+    a: str
+    b: str
+    tasks: int
+    difference: Interval
+    """Solved share of b minus that of a, averaged over tasks; paired t interval."""
+    p_value: float
+    """Of no difference; adjusted for the number of comparisons by `compare_all`."""
+    test: Literal["exact McNemar", "sign flips"]
+    """McNemar for one unit per task; else a permutation test of the differences of tasks."""
+    detectable: float
+    """The smallest difference that as many tasks find in 80 % of cases."""
+    correlation: float
+    """Of the scores of both runs: what pairing gains. NaN if one of them is constant."""
+    verdict: Literal["a", "b", "undecided"]
+    """The better run, if p_value is below 0.05 and the difference is at least `detectable`."""
+    per_task: pd.DataFrame
+    """task_id, solved_a, solved_b, difference."""
+    only_a: list[str]
+    """Tasks that are graded only in a, and left out."""
+    only_b: list[str]
+
+    @property
+    def tasks_needed(self) -> int | None:
+        """Tasks with which a difference as large as the observed one would be detectable."""
+        deviation = float(self.per_task["difference"].std())
+        if not self.difference.mean or not deviation > 0:
+            return None
+        return stats.tasks_needed(deviation, self.difference.mean, alpha=ALPHA, power=POWER)
+
+    def __str__(self) -> str:
+        d = self.difference
+        better = {"a": f"{self.a} is better", "b": f"{self.b} is better"}
+        interval = f" (95 % interval {d.low:+.0%} to {d.high:+.0%})" if self.tasks > 1 else ""
+        return (
+            f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over {self.tasks} common tasks: "
+            f"{better.get(self.verdict) or self._why_undecided()}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = self.per_task.to_html(index=False, max_rows=20, float_format="{:.2f}".format)
+        return f"<p>{escape(str(self))}</p>{rows}"
+
+    def _why_undecided(self) -> str:
+        if not self.difference.mean or self.tasks < 2:
+            return "no difference shown"
+        if self.p_value < ALPHA:
+            why = f"below the {self.detectable:.1%} that {self.tasks} tasks can show"
+        else:
+            why = f"no difference shown (p = {self.p_value:.2g}, {self.test})"
+        needed = self.tasks_needed
+        return why if needed is None else f"{why}; {needed:,} tasks would show one of this size"
+
+
+def _verdict(p_value: float, difference: float, least: float) -> Literal["a", "b", "undecided"]:
+    if not p_value < ALPHA or not abs(difference) >= least:
+        return "undecided"
+    return "b" if difference > 0 else "a"
+
+
+def compare(a: Run, b: Run, *, by: str | None = None) -> Comparison:
+    """Compare two runs over their common tasks.
+
+    Tasks are matched by content, so an edited task is another task. Infrastructure failures are in
+    neither score.
+
+    Args:
+        by: a column of `metadata`; the interval is clustered by it (see `summary`).
+
+    Raises: UserError when no task is graded in both.
+    """
+    left, right = (task_scores(run.frame("trajectories", _UNITS)) for run in (a, b))
+    both = left.merge(right, on=_KEYS, suffixes=("_a", "_b"))
+    if both.empty:
+        raise UserError(
+            f"{a.path.name} and {b.path.name} have no graded task in common. "
+            "Compare runs of one dataset"
+        )
+    both["difference"] = both["solved_b"] - both["solved_a"]
+    values = both["difference"].to_numpy()
+    single = bool(((both["units_a"] == 1) & (both["units_b"] == 1)).all())
+    if single:
+        p_value = stats.mcnemar(int((values < 0).sum()), int((values > 0).sum()))
+    else:
+        p_value = stats.sign_flips(values)
+    interval = stats.mean_interval(values, _clusters(a, both, by))
+    deviation = float(both["difference"].std())
+    least = stats.detectable_effect(deviation, len(both), alpha=ALPHA, power=POWER)
+    varied = both["solved_a"].nunique() > 1 and both["solved_b"].nunique() > 1
+    common = set(both["task_hash"])
+    return Comparison(
+        a=a.path.name,
+        b=b.path.name,
+        tasks=len(both),
+        difference=interval,
+        p_value=p_value,
+        test="exact McNemar" if single else "sign flips",
+        detectable=least,
+        correlation=float(both["solved_a"].corr(both["solved_b"])) if varied else math.nan,
+        verdict=_verdict(p_value, interval.mean, least),
+        per_task=both[["task_id", "solved_a", "solved_b", "difference"]],
+        only_a=sorted(left.loc[~left["task_hash"].isin(common), "task_id"]),
+        only_b=sorted(right.loc[~right["task_hash"].isin(common), "task_id"]),
+    )
+
+
+def compare_all(
+    runs: Sequence[Run], *, correction: Literal["holm", "benjamini-hochberg"] = "holm"
+) -> list[Comparison]:
+    """Compare every pair of runs, with p-values adjusted for the number of pairs.
+
+    Args:
+        correction: `holm` for claims, `benjamini-hochberg` for exploring.
+
+    Raises: UserError when two runs have no graded task in common.
+    """
+    pairs = [compare(a, b) for a, b in combinations(runs, 2)]
+    adjust = stats.holm if correction == "holm" else stats.benjamini_hochberg
+    adjusted = adjust([pair.p_value for pair in pairs])
+    return [
+        replace(pair, p_value=p, verdict=_verdict(p, pair.difference.mean, pair.detectable))
+        for pair, p in zip(pairs, adjusted, strict=True)
+    ]

@@ -1,0 +1,184 @@
+"""Scores of runs, paired comparisons, and infrastructure failures outside of scores."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from hermes_rl.errors import UserError
+from hermes_rl.evals import compare, compare_all, pass_at, summary
+
+
+@dataclass
+class Frames:
+    """The tables of a run that statistics read."""
+
+    path: Path
+    trajectories: pd.DataFrame
+    failures: pd.DataFrame
+
+    def frame(self, table: str, columns: list[str]) -> pd.DataFrame:
+        return getattr(self, table)[columns]
+
+
+def run(name: str, rewards: dict[str, list[float | None]], failed: int = 0) -> Frames:
+    rows = [
+        {
+            "task_id": task,
+            "task_hash": f"h-{task}",
+            "unit_id": f"{task}-{number}",
+            "reward": reward,
+            "turns": 2,
+            "truncated": number == 1,
+            "attempt": number % 2,
+            "metadata": {"repository": task[0]},
+        }
+        for task, values in rewards.items()
+        for number, reward in enumerate(values)
+    ]
+    failure = {
+        "task_id": "x",
+        "task_hash": "h-x",
+        "unit_id": "x-0",
+        "owner": "infrastructure",
+        "cause": "rate_limit",
+        "error": "429",
+    }
+    columns = list(failure)
+    return Frames(
+        path=Path(name),
+        trajectories=pd.DataFrame(rows),
+        failures=pd.DataFrame([failure] * failed, columns=columns),
+    )
+
+
+def test_the_task_is_the_sampling_unit() -> None:
+    # 100 repeats of one task are one observation: they must not outvote the other task.
+    result = summary(run("r", {"a": [1.0] * 100, "b": [0.0]}))
+    assert result.solved.mean == 0.5
+    assert (result.tasks, result.units) == (2, 101)
+
+
+def test_summaries_of_few_tasks_contain_no_nan() -> None:
+    nothing = summary(run("r", {"a": [None]}, failed=2))
+    assert str(nothing) == "r: nothing was graded; 2 attempts left out"
+    one = run("r", {"a": [1.0]})
+    assert str(summary(one)) == "r: solved 100% over 1 tasks, 1 units; 0 attempts left out"
+    assert str(compare(one, one)) == "r less r: +0% over 1 common tasks: no difference shown"
+
+
+def test_infrastructure_failures_are_left_out_and_counted() -> None:
+    result = summary(run("r", {"a": [1.0, None], "b": [0.5]}, failed=3))
+    assert result.solved.mean == 0.5
+    assert result.reward.mean == 0.75
+    assert result.failed_attempts == 3
+    assert set(result.failures["cause"]) == {"rate_limit"}
+
+
+def test_ungraded_units_give_bounds_of_the_score() -> None:
+    # Task a: one of two units solved, one lost; task x: its only unit failed three times.
+    result = summary(run("r", {"a": [1.0, 0.0, None], "b": [1.0]}, failed=3))
+    assert result.never_graded == 2
+    assert result.bounds.low == pytest.approx((1 / 3 + 1 + 0) / 3)
+    assert result.bounds.high == pytest.approx((2 / 3 + 1 + 1) / 3)
+    whole = summary(run("r", {"a": [1.0, 0.0]}))
+    assert (whole.never_graded, whole.bounds) == (0, (0.5, 0.5))
+
+
+def test_paired_differences_detect_small_improvements() -> None:
+    a = run("a", {f"t{i}": [float(i % 2)] for i in range(40)})
+    b = run("b", {f"t{i}": [1.0 if i % 4 == 0 else float(i % 2)] for i in range(40)})
+    result = compare(a, b)
+    assert result.difference.mean == pytest.approx(0.25)
+    assert result.verdict == "b"
+    assert compare(b, a).verdict == "a"
+    assert compare(a, a).verdict == "undecided"
+
+
+def test_only_common_tasks_are_compared() -> None:
+    a, b = run("a", {"x": [1.0], "y": [1.0]}), run("b", {"y": [0.0], "z": [1.0]})
+    result = compare(a, b)
+    assert (result.tasks, result.only_a, result.only_b) == (1, ["x"], ["z"])
+    with pytest.raises(UserError, match="no graded task in common"):
+        compare(a, run("c", {"q": [1.0]}))
+
+
+def test_few_differing_tasks_give_no_verdict() -> None:
+    def runs(tasks: int) -> tuple[Frames, Frames]:
+        names = [f"t{i}" for i in range(tasks)]
+        return run("a", {n: [0.0] for n in names}), run("b", {n: [1.0] for n in names})
+
+    five, six = compare(*runs(5)), compare(*runs(6))
+    assert (five.verdict, five.p_value, five.test) == ("undecided", 2 / 2**5, "exact McNemar")
+    assert (six.verdict, six.p_value) == ("b", 2 / 2**6)
+
+
+def test_no_winner_below_the_detectable_difference() -> None:
+    # 8 of 1,000 tasks differ, all for b: significant, but no smaller than what chance often gives.
+    a = run("a", {f"t{i}": [0.0] for i in range(1_000)})
+    b = run("b", {f"t{i}": [float(i < 7)] for i in range(1_000)})
+    result = compare(a, b)
+    assert result.p_value < 0.05
+    assert abs(result.difference.mean) < result.detectable
+    assert result.verdict == "undecided"
+    assert "tasks would show one of this size" in str(result)
+
+
+def test_many_comparisons_are_adjusted() -> None:
+    runs = [
+        run(f"m{m}", {f"t{i}": [float(i < 10 + more)] for i in range(40)})
+        for m, more in enumerate((0, 2, 4, 7))
+    ]
+    pairs = compare_all(runs)
+    assert [(pair.a, pair.b) for pair in pairs][:2] == [("m0", "m1"), ("m0", "m2")]
+    alone = compare(runs[0], runs[3])
+    adjusted = next(pair for pair in pairs if (pair.a, pair.b) == ("m0", "m3"))
+    assert (alone.p_value, adjusted.p_value) == (2 / 2**7, 6 * 2 / 2**7)
+    assert (alone.verdict, adjusted.verdict) == ("b", "undecided")
+
+
+def test_groups_truncation_and_retries_are_counted() -> None:
+    result = summary(run("r", {"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [0.0, 1.0], "d": [1.0]}))
+    assert (result.all_solved, result.all_failed) == (1 / 3, 1 / 3)
+    assert (result.truncated, result.retried) == (3 / 7, 3 / 7)
+    assert result.variance.within == pytest.approx(0.5 / 3)
+
+
+def test_pass_at_k_and_pass_hat_k() -> None:
+    result = run("r", {"a": [1.0, 0.0, 0.0, 0.0], "b": [1.0] * 4, "c": [1.0]})
+    assert pass_at(result, 2).mean == pytest.approx((0.5 + 1) / 2)
+    assert pass_at(result, 2, every=True).mean == pytest.approx((0 + 1) / 2)
+    with pytest.raises(UserError, match="no task has 5 graded units"):
+        pass_at(result, 5)
+
+
+def test_errors_are_clustered_by_a_column() -> None:
+    rewards = {f"{repo}{i}": [float(repo in "ab")] for repo in "abcd" for i in range(25)}
+    alone, clustered = summary(run("r", rewards)), summary(run("r", rewards), by="repository")
+    assert clustered.solved.mean == alone.solved.mean == 0.5
+    assert alone.solved.low > 0.39
+    assert clustered.solved.low < 0.1, "four repositories, not a hundred tasks"
+    with pytest.raises(UserError, match="100 tasks have no 'author' in their metadata"):
+        summary(run("r", rewards), by="author")
+
+
+def test_a_summary_of_200_000_units_takes_seconds() -> None:
+    units = 200_000
+    rows = pd.DataFrame(
+        {
+            "task_id": [f"t{n // 4}" for n in range(units)],
+            "task_hash": [f"{n // 4:064d}" for n in range(units)],
+            "unit_id": [f"{n:032d}" for n in range(units)],
+            "reward": np.random.default_rng(3).integers(0, 2, units).astype(float),
+            "turns": 3,
+            "truncated": False,
+            "attempt": 0,
+        }
+    )
+    failures = run("r", {"x": [1.0]}).failures
+    began = time.process_time()
+    result = summary(Frames(Path("r"), rows, failures))
+    assert time.process_time() - began < 5
+    assert (result.tasks, result.units) == (50_000, units)
