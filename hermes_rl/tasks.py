@@ -204,7 +204,11 @@ def _check_holdable(row: Mapping[str, Any]) -> None:
 
 def _task(row: Mapping[str, Any], task_id: str) -> Task:
     _check_types(row)
-    metadata = {k: canonical(v) for k, v in row.items() if k not in FIELDS}
+    # A number called `score` comes from datasets with ratings; it judges nothing.
+    rated = isinstance(row.get("score"), int | float)
+    metadata = {
+        k: canonical(v) for k, v in row.items() if k not in FIELDS or (k == "score" and rated)
+    }
     return Task(
         id=task_id,
         prompt=_prompt(row),
@@ -215,7 +219,7 @@ def _task(row: Mapping[str, Any], task_id: str) -> Task:
         files=_files(row.get("files"), "files"),
         setup=row.get("setup"),
         verify=_verify(row.get("verify")),
-        score=parse_scores(row["score"]) if "score" in row else (),
+        score=parse_scores(row["score"]) if "score" in row and not rated else (),
         oracle=row.get("oracle"),
         requires=tuple(row.get("requires", ())),
         toolsets=tuple(row["toolsets"]) if "toolsets" in row else None,

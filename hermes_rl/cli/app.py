@@ -37,6 +37,7 @@ COMMANDS = {
     "export": "a run in another format, with a loss report",
     "compress": "fit long trajectories into a token budget",
     "import": "another program's trajectories as a run",
+    "eval": "models on a dataset or a known benchmark, with intervals and comparisons",
     "env": "RL environments: list, process, serve, evaluate, regrade, new",
     "api": "the trajectory API of Atropos 0.4.0, for its environments and trainers",
     "images": "images for sandboxes: list, pull, import, build, prune",

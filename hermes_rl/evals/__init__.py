@@ -8,6 +8,7 @@ from hermes_rl.evals.activity import (
     plot_timeline,
     plot_tools,
 )
+from hermes_rl.evals.benchmarks import BENCHMARKS, file_name, load_benchmark, shuffled
 from hermes_rl.evals.comparisons import (
     plot_cost,
     plot_endings,
@@ -30,6 +31,7 @@ from hermes_rl.evals.summaries import (
 )
 
 __all__ = [
+    "BENCHMARKS",
     "SOLVED",
     "Bounds",
     "Comparison",
@@ -43,6 +45,8 @@ __all__ = [
     "compare",
     "compare_all",
     "frames",
+    "file_name",
+    "load_benchmark",
     "pass_at",
     "plot_cost",
     "plot_difference",
@@ -57,6 +61,7 @@ __all__ = [
     "plot_timeline",
     "plot_tokens",
     "plot_tools",
+    "shuffled",
     "stats",
     "summary",
     "wilson",

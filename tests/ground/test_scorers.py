@@ -186,6 +186,12 @@ def test_a_bad_score_is_a_bad_row(value: Any, error: str) -> None:
     assert row.error.startswith(error)
 
 
+def test_a_number_called_score_is_metadata() -> None:
+    task = parse_row({"prompt": "x", "score": 0.5}, 0, "row").task
+    assert task is not None
+    assert (task.score, task.metadata) == ((), {"score": 0.5})
+
+
 def test_absent_keys_of_parquet_and_equal_types() -> None:
     twice = [{"type": "exact", "target": "a", "pattern": None}, {"type": "exact", "target": "b"}]
     task = parse_row({"prompt": "x", "score": twice}, 0, "row").task

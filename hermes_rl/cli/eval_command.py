@@ -1,0 +1,270 @@
+"""`hermes-rl eval`: models on a dataset, an environment or a known benchmark, with intervals.
+
+Each model has a run directory. The models take turns: all run the first tasks (the pilot), then all
+the next ones, so that what changes at a provider during the evaluation changes it for all of them.
+Growing `dataset.limit` resumes a run, so an evaluation that was stopped resumes with the same
+command.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hermes_rl.cli import run_command as run
+from hermes_rl.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from hermes_rl.config import RunConfig
+    from hermes_rl.evals import Comparison, Summary
+
+ROUNDS = 8
+"""Turns of each model after the pilot."""
+PILOT_SHARE, PILOT_TASKS = 0.1, 8
+LEAST_TASKS = 30
+"""Tasks before which no interval stops an evaluation."""
+
+_ABSENT = ("dataset", "model", "out", "pilot", "limit", "dry_run")
+_EVAL = run.load_options("eval")
+OPTIONS = {**_EVAL, **{k: v for k, v in run.OPTIONS.items() if k not in (*_ABSENT, *_EVAL)}}
+
+
+@dataclass
+class _Evaluation:
+    """What is evaluated."""
+
+    name: str
+    root: Path
+    tasks: int
+    about: dict[str, Any]
+    """Of the benchmark: its version and the published figure."""
+    configs: dict[str, RunConfig] = field(default_factory=dict)
+    """Model -> its run."""
+
+
+def _work(values: dict[str, Any]) -> int:
+    if not values["target"]:
+        raise UserError("nothing to evaluate. Name it: hermes-rl eval humaneval --model local")
+    evaluation = _prepare(values)
+    for number, size in enumerate(_sizes(evaluation.tasks)):
+        for model, config in evaluation.configs.items():
+            sized = {**config.dataset.model_dump(), "limit": size}
+            config = config.model_copy(update={"dataset": type(config.dataset)(**sized)})
+            report = _run(config, f"{model}: {size:,} of {evaluation.tasks:,} tasks")
+            if report.exit_code not in (ExitCode.DONE, ExitCode.GIVEN_UP):
+                run.print_lines(report.lines())
+                return int(report.exit_code)
+        if number == 0 and size < evaluation.tasks and _stop_after_pilot(evaluation, values):
+            return int(ExitCode.DONE)
+        if size >= LEAST_TASKS and _is_narrow(evaluation, values["width"]):
+            break
+    _report(evaluation, as_json=values["as_json"])
+    return int(ExitCode.DONE)
+
+
+command = run.make_command(
+    OPTIONS,
+    "Evaluate and compare models on a dataset, an environment or a benchmark (humaneval, mbpp, "
+    "gsm8k, gpqa). The same command resumes.\n\n"
+    "Example: hermes-rl eval gsm8k --model gpt-5-mini --model gpt-5-nano --repeats 2 --max-usd 5",
+    _work,
+)
+
+
+def _prepare(values: dict[str, Any]) -> _Evaluation:
+    from hermes_rl.config import check_keys, parse_config, set_key
+    from hermes_rl.evals import file_name
+
+    data, written = run.merge_options(values, OPTIONS)
+    check_keys(data, "eval", written)
+    stored = values["rescore"]
+    models = ["oracle"] if stored else values["models"]
+    if not models:
+        raise UserError("no model. Name one or more: hermes-rl eval humaneval --model local")
+    evaluation = _evaluation(values, data)
+    for model in dict.fromkeys(models):
+        name = f"{Path(stored).resolve().name}-rescored" if stored else model
+        set_key(data, "model.name", model)
+        set_key(data, "run.out", str(evaluation.root / file_name(name)))
+        evaluation.configs[name] = parse_config(data, "eval", written)
+    return evaluation
+
+
+def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
+    """Settle what is evaluated, and write its tasks beside the runs."""
+    from hermes_rl.config import set_key
+    from hermes_rl.evals import BENCHMARKS, file_name, load_benchmark, shuffled
+    from hermes_rl.rl import known_environments
+    from hermes_rl.sources import mapped_rows
+
+    target, limit = values["target"], values["limit"]
+    columns = run.parse_column_map(values["columns"])
+    name = file_name(Path(target).stem)
+    root = Path(values["out"] or f"runs/eval-{name}")
+    if target in known_environments() or ".py:" in target:
+        if limit is None:
+            raise UserError("an environment may have endless tasks. Say how many: --limit 100")
+        data["env"] = {"name": target, "split": "eval", "mode": "evaluate", **data.get("env", {})}
+        return _Evaluation(name, root, limit, {})
+    about: dict[str, Any] = {}
+    if target in BENCHMARKS:
+        loaded = load_benchmark(target, values["data"])
+        rows = loaded.rows
+        about = {"version": loaded.version, "published": loaded.benchmark.published}
+        agent = data.setdefault("agent", {})
+        agent.setdefault("toolsets", ["none"])
+        agent.setdefault("system_prompt", "")
+    else:
+        rows = list(mapped_rows(target, columns=columns))
+    if values["rescore"]:
+        rows = list(_with_stored_answers(rows, Path(values["rescore"])))
+        data.setdefault("agent", {})["toolsets"] = ["none"]
+    chosen = list(islice(shuffled(rows), limit))
+    if not chosen:
+        raise UserError(f"{target}: no rows to evaluate. Check the file, or --limit")
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / "tasks.jsonl"
+    text = "".join(json.dumps(row, default=str) + "\n" for row in chosen)
+    path.write_text(text, encoding="utf-8")
+    set_key(data, "dataset.path", str(path))
+    return _Evaluation(name, root, len(chosen), about)
+
+
+def _with_stored_answers(rows: list[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
+    """The rows whose answers a run holds, each answer as the oracle: it is judged again, without a
+    call of the model. Raises: UserError."""
+    from hermes_rl.store import load_run
+
+    by_id = {str(row["id"]): row for row in rows if row.get("id") is not None}
+    if not by_id:
+        raise UserError("--rescore finds answers by the 'id' of their rows; these have none")
+    verified = next((name for name, row in by_id.items() if row.get("verify")), None)
+    if verified is not None:
+        raise UserError(
+            f"row {verified!r} has 'verify', which judges a workspace. Use env regrade for it"
+        )
+    frame = load_run(path).frame("trajectories", ["task_id", "final_response"])
+    for task, answer in zip(frame["task_id"], frame["final_response"], strict=True):
+        if task in by_id:
+            yield {**by_id[task], "oracle": json.dumps([answer or ""]), "repeats": None}
+
+
+def _sizes(tasks: int) -> list[int]:
+    """Numbers of tasks after the pilot and after each further turn."""
+    pilot = min(tasks, max(PILOT_TASKS, math.ceil(PILOT_SHARE * tasks)))
+    step = (tasks - pilot) / ROUNDS
+    return sorted({pilot, *(tasks - math.floor(step * left) for left in range(ROUNDS))})
+
+
+def _run(config: RunConfig, note: str) -> Any:
+    from batch_runner import default_progress, run_batch
+
+    progress = default_progress()
+    progress.note(note)
+    return run_batch(config, progress=progress)
+
+
+def _stop_after_pilot(evaluation: _Evaluation, values: Mapping[str, Any]) -> bool:
+    """Print what the rest will cost; whether it must not be spent."""
+    from batch_runner import forecast_costs
+
+    most, unknown = 0.0, False
+    for model, config in evaluation.configs.items():
+        out = Path(config.run.out or "")
+        repeats = config.dataset.repeats
+        ended = forecast_costs(out, 0).ended
+        forecast = forecast_costs(out, max(0, evaluation.tasks * repeats - ended))
+        _note(f"{model}: {line}" for line in forecast.lines())
+        most, unknown = (
+            most + (forecast.usd.high if forecast.usd else 0.0),
+            unknown or not (forecast.usd),
+        )
+    limit = values["max_usd"]
+    if values["only_pilot"]:
+        return True
+    if limit is not None and (most > limit or unknown):
+        why = "the cost is unknown" if unknown else f"it may cost ${most:.2f}"
+        _note([f"stopped after the pilot: {why}, and --max-usd is {limit:g}"])
+        return True
+    return False
+
+
+def _note(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line, err=True)
+
+
+def _summaries(evaluation: _Evaluation) -> tuple[list[Summary], list[Comparison]]:
+    from hermes_rl.evals import compare_all, summary
+    from hermes_rl.store import load_run
+
+    runs = [load_run(config.run.out or "") for config in evaluation.configs.values()]
+    summaries = [summary(one) for one in runs]
+    graded = [one for one, found in zip(runs, summaries, strict=True) if found.tasks]
+    return summaries, compare_all(graded) if len(graded) > 1 else []
+
+
+def _is_narrow(evaluation: _Evaluation, width: float | None) -> bool:
+    """Whether every interval is within plus or minus `width` percent."""
+    if width is None:
+        return False
+    summaries, comparisons = _summaries(evaluation)
+    intervals = [pair.difference for pair in comparisons] or [one.solved for one in summaries]
+    return all((one.high - one.low) / 2 * 100 <= width for one in intervals)
+
+
+def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
+    summaries, comparisons = _summaries(evaluation)
+    result = {
+        "name": evaluation.name,
+        **evaluation.about,
+        "models": {
+            model: {
+                "run": found.name,
+                "tasks": found.tasks,
+                "units": found.units,
+                "solved": _finite(found.solved),
+                "never_graded": found.never_graded,
+                "bounds": _finite(found.bounds),
+            }
+            for model, found in zip(evaluation.configs, summaries, strict=True)
+        },
+        "comparisons": [
+            {
+                "a": pair.a,
+                "b": pair.b,
+                "difference": _finite(pair.difference),
+                "p_value": pair.p_value,
+                "verdict": pair.verdict,
+            }
+            for pair in comparisons
+        ],
+    }
+    text = json.dumps(result, indent=2)
+    (evaluation.root / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(result))
+        return
+    lines = [str(found) for found in summaries]
+    if any(found.units > found.tasks for found in summaries):
+        lines += [
+            f"{found.name}: {found.variance.advice}" for found in summaries if found.tasks > 1
+        ]
+    lines += [str(pair) for pair in comparisons]
+    if evaluation.about:
+        lines += [
+            f"data: {evaluation.about['version']}",
+            f"published: {evaluation.about['published']}",
+        ]
+    run.print_lines([*lines, f"runs: {evaluation.root}"])
+
+
+def _finite(values: tuple[float, ...]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]

