@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -68,12 +69,7 @@ def config(folder: Path) -> DictConfig:
 def manager(folder: Path, config: DictConfig) -> Iterator[AgentLoopManagerTQ]:
     """verl's workers, which get their engine's address from verl's load balancer."""
     paths = f"{ROOT / 'examples'}:{ROOT}"
-    ray.init(
-        num_cpus=3,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}},
-    )
+    start_ray({"env_vars": {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}})
     try:
         tq.init(config.transfer_queue)
         address = (folder / "url").read_text().removeprefix("http://").removesuffix("/v1")
@@ -82,6 +78,17 @@ def manager(folder: Path, config: DictConfig) -> Iterator[AgentLoopManagerTQ]:
         tq.close()
     finally:
         ray.shutdown()
+
+
+def start_ray(runtime_env: dict[str, Any], tries: int = 3) -> None:
+    """Start Ray, which gives up after 30 s; on a busy machine that can be too early."""
+    try:
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env=runtime_env)
+    except Exception as error:  # Ray raises no other class here
+        ray.shutdown()
+        if tries == 1 or "timed out during startup" not in str(error):
+            raise
+        start_ray(runtime_env, tries - 1)
 
 
 def submit(manager: AgentLoopManagerTQ, step: int) -> None:
