@@ -98,7 +98,8 @@ def test_plots_without_matplotlib_name_the_extra() -> None:
         "from hermes_rl.evals import Interval, Comparison, plot_difference\n"
         "import pandas as pd\n"
         "frame = pd.DataFrame({'task_id': ['t'], 'difference': [1.0]})\n"
-        "made = Comparison('a', 'b', 1, Interval(1, 1, 1), 'b', frame, [], [])\n"
+        "d = Interval(1, 1, 1)\n"
+        "made = Comparison('a', 'b', 1, d, 1, 'sign flips', 0, 1, 'b', frame, [], [])\n"
         "try: plot_difference(made)\n"
         "except UserError as error: print(error)"
     )
