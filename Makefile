@@ -7,6 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 RUN := $(VENV)/bin/python
 CONSUMERS := .venv-consumers
+PROVE := .venv-prove
 # torch is not in the hashed lock files; scripts/lock.sh gives the reason. For another build or index:
 # make test-consumers TORCH='torch==2.13.0 --index-url ...'
 TORCH ?= torch==2.13.0
@@ -14,12 +15,14 @@ TORCH ?= torch==2.13.0
 # Read from make's command line only, so that a MODEL in the environment never sends prompts to a model by accident.
 given = $(if $(filter command,$(firstword $(origin $(1)))),$(2) '$($(1))')
 DEMO_ARGS = $(call given,MODEL,--model) $(call given,BASE_URL,--base-url) $(call given,API_KEY_ENV,--api-key-env)
+PROVE_ARGS ?=
 CHAOS_ARGS = $(call given,N,--n) $(call given,SEED,--seed)
 PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test smoke lint size eval-humaneval bench bench-atropos chaos coverage test-consumers lock clean demo-venv dev-venv
+.PHONY: prove prove-venv
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,15 +61,18 @@ bench-atropos: dev-venv ## compare env process with atroposlib on the same work 
 chaos: dev-venv ## kill runs at random moments and check their records (N=200 SEED=1)
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
 
+prove: prove-venv ## train a small model with rl.rollouts() on this CPU: three seeds and their controls, with a plot
+	@$(PROVE)/bin/python examples/grpo_cpu/prove.py $(PROVE_ARGS)
+
 coverage: dev-venv ## measure branch coverage of the fast tests and the processes that they start
 	@$(RUN) -m coverage erase
 	@$(RUN) -m coverage run -m pytest -n 2 --max-worker-restart 0 -m 'not slow' $(PYTEST_ARGS)
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-test-consumers: dev-venv ## test with other projects' trainers, evaluations and a LiteLLM proxy, in separate environments
+test-consumers: dev-venv prove-venv ## test with other projects' trainers, evaluations and a LiteLLM proxy, in separate environments
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt --editable $(TORCH)
-	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm evals))
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm evals torch))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
@@ -77,6 +83,7 @@ test-consumers: dev-venv ## test with other projects' trainers, evaluations and 
 	@$(call consume,$(CONSUMERS)-litellm,tests/consumers/with_litellm)
 	@bash scripts/venv.sh $(CONSUMERS)-evals locks/consumers-evals.txt
 	@$(call consume,$(CONSUMERS)-evals,tests/consumers/with_evals)
+	@$(call consume,$(PROVE),tests/consumers/with_torch)
 
 lock: ## regenerate the lock files from pyproject.toml (newest versions: scripts/lock.sh --upgrade)
 	@bash scripts/lock.sh
@@ -90,3 +97,6 @@ demo-venv:
 
 dev-venv:
 	@bash scripts/venv.sh $(VENV) locks/dev.txt --editable
+
+prove-venv: dev-venv
+	@bash scripts/venv.sh $(PROVE) locks/prove.txt --over $(VENV) $(TORCH)

@@ -4,6 +4,7 @@
 #
 #   locks/dev.txt        base + dev: what `make test`, `make lint` and `make bench` install
 #   locks/demo.txt       base + local: what `make demo` installs, a subset of dev.txt at the same versions
+#   locks/prove.txt      what `make prove` needs on top of dev.txt, at the same versions where both have it; torch is left out, as below
 #   locks/atropos.txt    what `make bench-atropos` measures us beside
 #   locks/consumers*.txt the readers of `make test-consumers`, an environment each, torch left out: its CPU and CUDA builds share a version but
 #                        not a hash, and the plain index has only the CUDA build on x86_64. One lock that fits both
@@ -29,6 +30,7 @@ mkdir -p locks
 compile locks/dev.txt pyproject.toml --extra dev --group build "$@"
 compile locks/demo.txt pyproject.toml --extra local --group build --constraint locks/dev.txt "$@"
 compile locks/atropos.txt locks/atropos.in "$@"
+compile locks/prove.txt locks/prove.in --constraint locks/dev.txt "$@"
 echo "torch ; sys_platform == 'none'" >"$tools/overrides.txt"
 # Trainers that run our rollouts have this package beside them.
 with_us=(pyproject.toml --extra rl --group build)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Make a virtual environment ready from a lock file; do nothing, quickly, when it is ready already.
 #
-#   scripts/venv.sh FOLDER LOCK [--editable] [REQUIREMENT...]
+#   scripts/venv.sh FOLDER LOCK [--editable | --over BASE] [REQUIREMENT...]
 #
 # Everything in LOCK is installed with its hashes checked; --editable adds this checkout, built by the locked hatchling, without
-# a download; a REQUIREMENT is installed last and unhashed (torch, see scripts/lock.sh). PYTHON names the interpreter: a FOLDER
+# a download; --over makes the packages of the environment BASE available too; a REQUIREMENT is installed last and unhashed (torch, see scripts/lock.sh). PYTHON names the interpreter: a FOLDER
 # of another one is built again. Without it a FOLDER keeps its interpreter, and a new one gets python3. pip's own settings (index,
 # proxy, certificates) are left as they are. A stamp in FOLDER holds what was installed.
 set -euo pipefail
@@ -13,10 +13,14 @@ cd "$(dirname "$0")/.."
 folder=$1 lock=$2
 shift 2
 python=${PYTHON:-python3}
-editable=
+editable= base=
 if [ "${1:-}" = --editable ]; then
     editable=yes
     shift
+elif [ "${1:-}" = --over ]; then
+    base=$2
+    shift 2
+    python=${PYTHON:-$base/bin/python}
 fi
 
 die() {
@@ -30,7 +34,7 @@ exec 9>".make/${folder##*/}.lock"
 if command -v flock >/dev/null; then flock 9; fi
 
 fingerprint() { # of everything that decides what the folder should hold
-    { pwd; echo "$editable $*"; cat "$1" pyproject.toml; cat hatch_build.py hermes_rl/sandboxes/zygote.c 2>/dev/null || true; } | sha256sum | cut -d' ' -f1
+    { pwd; echo "$editable$base $*"; cat "$1" pyproject.toml; cat hatch_build.py hermes_rl/sandboxes/zygote.c 2>/dev/null || true; } | sha256sum | cut -d' ' -f1
 }
 identify() { # the interpreter; of a virtual environment, the one that it was made with
     "$1" -c 'import sys; print(sys.base_prefix, sys.version)' 2>/dev/null || true
@@ -55,6 +59,12 @@ if [ -n "$other" ] || ! "$folder/bin/python" -c 'import pip, sys; sys.exit(sys.v
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$python has no venv module. On Debian or Ubuntu: apt-get install python${version% *}-venv"
     "$python" -m venv --clear "$folder"
+fi
+
+if [ -n "$base" ]; then # with the .pth files there: this checkout is installed by one
+    "$folder/bin/python" -c 'import site, sys, sysconfig
+where = sysconfig.get_path("purelib", vars={"base": sys.argv[1], "platbase": sys.argv[1]})
+open(site.getsitepackages()[0] + "/base.pth", "w").write(f"import site; site.addsitedir({where!r})\n")' "$PWD/$base"
 fi
 
 pip() {

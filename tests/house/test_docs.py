@@ -12,7 +12,14 @@ from hermes_rl.tasks import parse_row
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "datasets/*.md", "environments/*.md", "notebooks/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "datasets/*.md",
+        "environments/*.md",
+        "notebooks/*.md",
+        "examples/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 

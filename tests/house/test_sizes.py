@@ -19,7 +19,7 @@ EXCEPTIONS: dict[str, str] = {
 
 
 def sources() -> tuple[Path, ...]:
-    return python_files("hermes_rl", "batch_runner", "environments", "tests")
+    return python_files("hermes_rl", "batch_runner", "environments", "examples", "tests")
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
