@@ -37,11 +37,18 @@ def draw_file(split: str, rng: random.Random) -> tuple[str, list[int], dict[str,
             return f"log{number}.txt", numbers, dict(zip(COMMANDS, map(str, found), strict=True))
 
 
-class Numbers(Environment[EnvConfig]):
+class Config(EnvConfig):
+    """A short prompt, for a small model."""
+
+    system_prompt: str | None = "Use the terminal once. Answer with a number."
+    toolsets: tuple[str, ...] | None = ("terminal",)
+
+
+class Numbers(Environment[Config]):
     """Four questions in turn, each about a new file. Held-out tasks have names of files, and mostly
     numbers, that training does not have."""
 
-    name = "numbers"
+    name, Config = "numbers", Config
     endless = True
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
@@ -56,7 +63,6 @@ class Numbers(Environment[EnvConfig]):
                 id=f"{split}-{seed}-{position}",
                 files={name: "".join(f"{number}\n" for number in numbers)},
                 answer=answers[wanted],
-                toolsets=["terminal"],
                 limits={"max_turns": 3},
                 oracle=json.dumps([{"calls": [call]}, answers[wanted]]),
             )

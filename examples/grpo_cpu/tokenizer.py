@@ -20,7 +20,7 @@ MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], size: int = 400) -> Path:
+def write_tokenizer(folder: Path, texts: Iterable[str], size: int = 560) -> Path:
     """Train a tokenizer on texts and write the files of a model's folder; return the folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
