@@ -56,7 +56,7 @@ def main() -> int:
     given = parser.parse_args()
     out: Path = given.out / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # the other core is the sampler's
     started = time.monotonic()
     tokenizer = train_tokenizer(out / "tokenizer")
     rows = asyncio.run(demonstrate(out / "demonstrations", tokenizer, DEMONSTRATIONS))
@@ -64,10 +64,8 @@ def main() -> int:
     curves: list[Curve] = []
     for seed in given.seeds:
         started = time.monotonic()
-        torch.set_num_threads(2)
         save(imitate(rows, tokenizer, seed), out / f"warm-{seed}.pt")
         spent = time.monotonic() - started
-        torch.set_num_threads(1)  # the other core is the sampler's
         for control in (False, True):
             print(f"seed {seed}{', control' if control else ''}: warm start {spent:.0f} s")
             folder = out / f"seed-{seed}{'-control' if control else ''}"
