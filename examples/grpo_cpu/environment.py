@@ -34,7 +34,7 @@ def draw_file(split: str, rng: random.Random) -> tuple[str, list[int], dict[str,
         numbers = rng.sample(range(10, 100), rng.randint(3, 6))
         found = [numbers[0], numbers[-1], min(numbers), len(numbers)]
         if held_out != (split == "train") and len(set(found)) == len(found):
-            return f"log{number}.txt", numbers, dict(zip(COMMANDS, map(str, found), strict=True))
+            return (f"log{number}.txt", numbers, dict(zip(COMMANDS, map(str, found), strict=True)))
 
 
 class Config(EnvConfig):

@@ -34,12 +34,10 @@ class Sampler:
 
 
 @contextmanager
-def start_sampler(
-    weights: Path, *, version: int = 0, log: Path | None = None, threads: int = 1
-) -> Iterator[Sampler]:
+def start_sampler(weights: Path, *, version: int = 0, log: Path | None = None) -> Iterator[Sampler]:
     """Start a sampler; it ends with this block, and when this process dies."""
     command = [sys.executable, str(PROGRAM), "--weights", str(weights), "--version", str(version)]
-    command += ["--until-eof", "--threads", str(threads), *(["--log", str(log)] if log else [])]
+    command += ["--log", str(log)] if log else []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin
         assert process.stdout

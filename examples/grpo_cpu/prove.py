@@ -66,12 +66,14 @@ def main() -> int:
         started = time.monotonic()
         save(imitate(rows, tokenizer, seed), out / f"warm-{seed}.pt")
         spent = time.monotonic() - started
-        for control in (False, True):
-            print(f"seed {seed}{', control' if control else ''}: warm start {spent:.0f} s")
-            folder = out / f"seed-{seed}{'-control' if control else ''}"
-            made = train(folder, tokenizer, out / f"warm-{seed}.pt", seed, control)
+        first = None
+        for name in (f"seed {seed}", f"seed {seed}, control"):
+            print(f"{name}: warm start {spent:.0f} s", flush=True)
+            folder = out / name.replace(" ", "-").replace(",", "")
+            made = train(folder, tokenizer, out / f"warm-{seed}.pt", seed, first)
             curves.append(asyncio.run(made))
-            curves[-1].seconds += spent
+            first = curves[-1]
+            first.seconds += spent
             print(f"  rise {rise(curves[-1]):+.3f} in {curves[-1].seconds:.0f} s")
             text = json.dumps([asdict(curve) for curve in curves], indent=1)
             (out / "curves.json").write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
 """An inference engine for one model: batches, exact tokens in vLLM's form, weights by file.
 
-    python sampler.py --weights FILE --until-eof
+    python sampler.py --weights FILE
 
 prints one JSON line, `{"base_url": ...}`, and serves until its standard input closes, which it also
 does when the process that started it dies. Each answer has the version of the weights that sampled
@@ -13,12 +13,11 @@ import argparse
 import asyncio
 import json
 import os
-import queue
 import socket
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,48 +113,40 @@ def generate(model: Transformer, requests: Sequence[Request], version: int) -> l
 
 
 class Engine:
-    """A model on a thread of its own; requests that wait together are sampled together."""
+    """A model; requests that wait together are sampled together."""
 
-    def __init__(self, model: Transformer, version: int = 0) -> None:
-        self._model, self._version = model, version
-        self._waiting: queue.Queue[tuple[Any, Future[Any]]] = queue.Queue()
-        threading.Thread(target=self._run, daemon=True).start()
+    def __init__(self, model: Transformer, version: int) -> None:
+        self.model, self.version = model, version
+        self._waiting: asyncio.Queue[tuple[Request, asyncio.Future[Answer]]] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1)
+        self._sampling = asyncio.Lock()
 
-    def submit(self, request: Request | tuple[Transformer, int]) -> Future[Any]:
-        """Enqueue a request, or new weights with their version, which serve all later requests."""
-        future: Future[Any] = Future()
-        self._waiting.put((request, future))
-        return future
+    async def answer(self, request: Request) -> Answer:
+        """Return what is sampled."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((request, future))
+        return await future
 
-    def _run(self) -> None:
-        held: list[tuple[Any, Future[Any]]] = []
+    async def load(self, path: Path, version: int) -> None:
+        """Load weights. On return, every request that is not being sampled will be by them."""
+        model = await asyncio.to_thread(load, path)
+        async with self._sampling:
+            self.model, self.version = model, version
+
+    async def run(self) -> None:
+        """Sample one batch after the other, until cancelled."""
         while True:
-            batch = held or [self._waiting.get()]
-            held = []
-            while isinstance(batch[0][0], Request) and len(batch) < MOST_SEQUENCES:
-                try:
-                    following = self._waiting.get(timeout=0.002)
-                except queue.Empty:
-                    break
-                if not isinstance(following[0], Request):
-                    held = [following]
-                    break
-                batch.append(following)
-            if isinstance(batch[0][0], Request):
-                self._answer([one for one, _ in batch], [future for _, future in batch])
-            else:
-                (self._model, self._version), future = batch[0]
-                future.set_result(None)
-
-    def _answer(self, requests: list[Request], futures: list[Future[Any]]) -> None:
-        try:
-            answers = generate(self._model, requests, self._version)
-        except Exception as error:  # the callers are told; the thread goes on
-            for future in futures:
-                future.set_exception(error)
-            return
-        for future, answer in zip(futures, answers, strict=True):
-            future.set_result(answer)
+            batch = [await self._waiting.get()]
+            await asyncio.sleep(0.002)
+            while not self._waiting.empty() and len(batch) < MOST_SEQUENCES:
+                batch.append(self._waiting.get_nowait())
+            requests = [request for request, _ in batch]
+            async with self._sampling:
+                args = (generate, self.model, requests, self.version)
+                answers = await asyncio.get_running_loop().run_in_executor(self._thread, *args)
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():  # the client may have gone
+                    future.set_result(answer)
 
 
 def read_request(form: dict[str, Any], vocabulary: int) -> Request:
@@ -164,21 +155,16 @@ def read_request(form: dict[str, Any], vocabulary: int) -> Request:
         if form.get(name) is not None and form[name] not in values:
             raise HTTPException(400, f"{name}={form[name]}: this engine samples without it")
     prompt = form.get("prompt")
-    if (
-        not isinstance(prompt, list)
-        or not prompt
-        or not all(type(token) is int and 0 <= token < vocabulary for token in prompt)
-    ):
+    known = isinstance(prompt, list) and all(token in range(vocabulary) for token in prompt)
+    if not known or not prompt:
         raise HTTPException(400, f"prompt must be a list of ids below {vocabulary}")
-    temperature = form.get("temperature")
+    temperature, seed = form.get("temperature"), form.get("seed")
     return Request(
         prompt=prompt,
         most=form.get("max_tokens") or MOST_TOKENS,
         stop=frozenset(form.get("stop_token_ids") or ()),
         temperature=1.0 if temperature is None else float(temperature),
-        seed=form["seed"] % 2**63
-        if form.get("seed") is not None
-        else int.from_bytes(os.urandom(7)),
+        seed=(int.from_bytes(os.urandom(7)) if seed is None else seed) % 2**63,
         top=int(form.get("logprobs") or 0),
     )
 
@@ -214,15 +200,8 @@ def write_answer(form: dict[str, Any], request: Request, answer: Answer) -> dict
     }
 
 
-def make_app(path: Path, version: int, log: Path | None) -> FastAPI:
-    """Return the engine's routes.
-
-    Args:
-        path: the first weights, of this version.
-        log: gets a line with the ids of each answer.
-    """
-    model = load(path)
-    engine, vocabulary = Engine(model, version), model.shape.vocabulary
+def make_app(engine: Engine, log: Path | None) -> FastAPI:
+    """Return the engine's routes; `log` gets a line with the ids of each answer."""
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -231,8 +210,8 @@ def make_app(path: Path, version: int, log: Path | None) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(form: dict[str, Any]) -> dict[str, Any]:
-        request = read_request(form, vocabulary)
-        answer = await asyncio.wrap_future(engine.submit(request))
+        request = read_request(form, engine.model.shape.vocabulary)
+        answer = await engine.answer(request)
         if log is not None:
             entry = {"request_id": form.get("request_id"), "prompt": request.prompt}
             with log.open("a", encoding="utf-8") as file:
@@ -240,28 +219,31 @@ def make_app(path: Path, version: int, log: Path | None) -> FastAPI:
         return write_answer(form, request, answer)
 
     @app.post("/weights")
-    async def weights(form: dict[str, Any]) -> dict[str, Any]:
-        new = await asyncio.to_thread(load, Path(form["path"]))
-        await asyncio.wrap_future(engine.submit((new, int(form["version"]))))
-        return {"version": form["version"]}
+    async def weights(form: dict[str, Any]) -> None:
+        await engine.load(Path(form["path"]), int(form["version"]))
 
     return app
 
 
-async def serve(app: FastAPI, *, until_eof: bool) -> None:
-    """Serve on a free port until standard input closes, or a signal."""
+async def serve(weights: Path, version: int, log: Path | None) -> None:
+    """Serve on a free port until standard input closes."""
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", access_log=False)
+    engine = Engine(load(weights), version)
+    config = uvicorn.Config(make_app(engine, log), log_level="warning")
     server = uvicorn.Server(config)
-    if until_eof:
 
-        def wait() -> None:
-            sys.stdin.buffer.read()
-            server.should_exit = True
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        server.should_exit = True
 
-        threading.Thread(target=wait, daemon=True).start()
-    print(json.dumps({"base_url": f"http://127.0.0.1:{listening.getsockname()[1]}/v1"}), flush=True)
-    await server.serve([listening])
+    threading.Thread(target=wait, daemon=True).start()
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    print(json.dumps({"base_url": address}), flush=True)
+    sampling, serving = asyncio.create_task(engine.run()), server.serve([listening])
+    await asyncio.wait((sampling, asyncio.create_task(serving)), return_when="FIRST_COMPLETED")
+    if sampling.done():
+        sampling.result()  # raises: a batch failed
+    sampling.cancel()
 
 
 def main() -> None:
@@ -270,12 +252,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--version", type=int, default=0, help="of these weights")
     parser.add_argument("--log", type=Path, help="append the ids of each answer to this file")
-    parser.add_argument("--until-eof", action="store_true")
-    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    app = make_app(given.weights, given.version, given.log)
-    asyncio.run(serve(app, until_eof=given.until_eof))
+    torch.set_num_threads(1)
+    asyncio.run(serve(given.weights, given.version, given.log))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """GRPO through `rollouts()`: the trainer is this process, the sampler another one.
 
-    python train.py --seed 1 [--control]
-
 Each step takes 16 groups of 8 rollouts, updates the policy once, writes its weights to a file, lets
 the sampler load them as the next version, and acknowledges the groups with the number of the step.
 """
@@ -12,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,12 @@ from processes import Sampler, start_sampler
 
 from hermes_rl.rl import Policy, Selection, rollouts
 
-SIZE, GROUPS, STEPS, RATE = 8, 16, 40, 1e-3
-EVERY = 10
+SIZE, GROUPS, STEPS, RATE = 8, 16, 24, 1e-3
+HELD_OUT = 128
+"""Tasks of the first and the last measurement; an eighth for those between."""
+PART = 32
+"""Sequences in memory at once."""
+EVERY = 8
 """Steps between measurements."""
 CONFIG = {"model": {"max_tokens": 48, "temperature": 1.0}}
 
@@ -63,7 +66,9 @@ class Trainer:
     def update(self, rows: Sequence[Row]) -> None:
         """Make one step, and let the sampler load the new weights."""
         self._optimizer.zero_grad()
-        loss_of(self.model, rows).backward()
+        for start in range(0, len(rows), PART):
+            part = rows[start : start + PART]
+            (loss_of(self.model, part) * len(part) / len(rows)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self.version += 1
@@ -91,7 +96,7 @@ class Trainer:
 
 
 async def train(
-    folder: Path, tokenizer: Path, warm: Path, seed: int, control: bool, tasks: int = 128
+    folder: Path, tokenizer: Path, warm: Path, seed: int, first: Curve | None = None
 ) -> Curve:
     """Train one policy and measure it.
 
@@ -99,13 +104,14 @@ async def train(
         folder: for its runs and weights.
         tokenizer: folder of the tokenizer.
         warm: the weights to start from.
-        control: permute the advantages within each group, so that nothing can be learned.
-        tasks: held-out tasks of the first and the last measurement; a quarter for those between.
+        first: the curve of the same warm start. This one is then its control, with advantages
+            permuted within each group, and begins with the same measurement.
     """
+    control = first is not None
     curve, started = Curve(seed, control), time.monotonic()
     folder.mkdir(parents=True)
     rng = random.Random(seed)
-    with start_sampler(warm) as sampler:
+    with start_sampler(warm) as sampler, ThreadPoolExecutor(1) as thread:
         policy = Policy(
             model="policy", base_url=sampler.base_url, tokens="vllm", tokenizer=tokenizer, version=0
         )
@@ -116,9 +122,16 @@ async def train(
             curve.steps.append(trainer.version)
             curve.rewards.append(reward)
             curve.rollouts.append(number)
-            print(f"  step {trainer.version:3}  held-out reward {reward:.3f}  ({number} rollouts)")
+            print(
+                f"  step {trainer.version:3}  held-out reward {reward:.3f}  ({number} rollouts)",
+                flush=True,
+            )
 
-        await measure(tasks)
+        if first is None:
+            await measure(HELD_OUT)
+        else:
+            curve.steps, curve.rewards = first.steps[:1], first.rewards[:1]
+            curve.rollouts = first.rollouts[:1]
         stream = rollouts(
             Numbers,
             policy,
@@ -140,12 +153,12 @@ async def train(
                     rows += permute_advantages(own, rng) if control else own
                 oldest = min(version for row in rows for version in row.versions if version >= 0)
                 curve.stale.append(trainer.version - oldest)
-                await asyncio.to_thread(trainer.update, rows)
+                await asyncio.get_running_loop().run_in_executor(thread, trainer.update, rows)
                 await policy.set_version(trainer.version)
                 for group in groups:
                     await group.ack(step=trainer.version)
                 if trainer.version % EVERY == 0 and trainer.version < STEPS:
-                    await measure(tasks // 4)
-        await measure(tasks)
+                    await measure(HELD_OUT // 8)
+        await measure(HELD_OUT)
     curve.seconds = time.monotonic() - started
     return curve
