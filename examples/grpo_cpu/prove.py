@@ -53,8 +53,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small policy with rollouts() on a CPU.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=Path("runs/prove"))
-    given = parser.parse_args()
-    out: Path = given.out / time.strftime("%Y%m%d-%H%M%S")
+    arguments = parser.parse_args()
+    out: Path = arguments.out / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
     torch.set_num_threads(1)  # the other core is the sampler's
     started = time.monotonic()
@@ -62,7 +62,7 @@ def main() -> int:
     rows = asyncio.run(demonstrate(out / "demonstrations", tokenizer, DEMONSTRATIONS))
     print(f"{len(rows)} demonstrations by an oracle, {time.monotonic() - started:.0f} s")
     curves: list[Curve] = []
-    for seed in given.seeds:
+    for seed in arguments.seeds:
         started = time.monotonic()
         save(imitate(rows, tokenizer, seed), out / f"warm-{seed}.pt")
         spent = time.monotonic() - started

@@ -80,7 +80,7 @@ def generate(model: Transformer, requests: Sequence[Request], version: int) -> l
     ]
     heat = torch.tensor([[r.temperature or 1.0] for r in requests])
     answers, cache = [Answer(version) for _ in requests], None
-    rows = list(range(len(requests)))  # requests that go on; the others leave the batch
+    rows = list(range(len(requests)))  # unfinished requests; the others leave the batch
     for step in range(max(r.most for r in requests)):
         logits, cache = model(ids, real, cache)
         scores = (logits[:, -1] / heat).log_softmax(-1)
@@ -252,9 +252,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--version", type=int, default=0, help="of these weights")
     parser.add_argument("--log", type=Path, help="append the ids of each answer to this file")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    asyncio.run(serve(given.weights, given.version, given.log))
+    asyncio.run(serve(arguments.weights, arguments.version, arguments.log))
 
 
 if __name__ == "__main__":

@@ -149,8 +149,8 @@ async def train(
                 groups: list[Any] = [await anext(stream) for _ in range(GROUPS)]
                 rows = []
                 for group in groups:
-                    own = rows_of(group)
-                    rows += permute_advantages(own, rng) if control else own
+                    rows_here = rows_of(group)
+                    rows += permute_advantages(rows_here, rng) if control else rows_here
                 oldest = min(version for row in rows for version in row.versions if version >= 0)
                 curve.stale.append(trainer.version - oldest)
                 await asyncio.get_running_loop().run_in_executor(thread, trainer.update, rows)

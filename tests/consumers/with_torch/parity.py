@@ -57,7 +57,7 @@ class Talk(Environment[TalkConfig]):
 
     async def reply(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> str | None:
         """Ask once more."""
-        return "Go on, please." if len(trajectory.answers) == 1 else None
+        return "Tell me more." if len(trajectory.answers) == 1 else None
 
     async def compute_reward(self, task: Task, trajectory: Rollout, ctx: RolloutContext) -> float:
         """By the length of the answers."""
@@ -286,8 +286,8 @@ def read_gguf(path: Path) -> Transformer:
         "norm.weight": found["output_norm.weight"],
     }
     for layer in range(shape.layers):
-        for theirs, ours in GGUF_NAMES.items():
-            weights[f"blocks.{layer}.{ours}.weight"] = found[f"blk.{layer}.{theirs}.weight"]
+        for stored, name in GGUF_NAMES.items():
+            weights[f"blocks.{layer}.{name}.weight"] = found[f"blk.{layer}.{stored}.weight"]
     return from_weights(shape, weights)
 
 
