@@ -76,8 +76,8 @@ class Trainer:
         save(self.model, path)
         self.sampler.load(path, self.version)
 
-    async def measure(self, tasks: int) -> tuple[float, int]:
-        """Return the mean reward on held-out tasks, and the number of rollouts."""
+    async def measure(self, curve: Curve, tasks: int) -> None:
+        """Add the mean reward on held-out tasks to a curve."""
         stream = rollouts(
             Numbers,
             self.policy,
@@ -92,7 +92,13 @@ class Trainer:
             async for group in stream:
                 rewards += [member.reward for member in group.members if member.valid]
                 await group.ack()
-        return sum(rewards) / len(rewards), len(rewards)
+        reward, count = sum(rewards) / len(rewards), len(rewards)
+        curve.steps.append(self.version)
+        curve.rewards.append(reward)
+        curve.rollouts.append(count)
+        print(
+            f"  step {self.version:3}  held-out reward {reward:.3f}  ({count} rollouts)", flush=True
+        )
 
 
 async def train(
@@ -116,19 +122,8 @@ async def train(
             model="policy", base_url=sampler.base_url, tokens="vllm", tokenizer=tokenizer, version=0
         )
         trainer = Trainer(load(warm).train(), policy, sampler, folder)
-
-        async def measure(count: int) -> None:
-            reward, number = await trainer.measure(count)
-            curve.steps.append(trainer.version)
-            curve.rewards.append(reward)
-            curve.rollouts.append(number)
-            print(
-                f"  step {trainer.version:3}  held-out reward {reward:.3f}  ({number} rollouts)",
-                flush=True,
-            )
-
         if first is None:
-            await measure(HELD_OUT)
+            await trainer.measure(curve, HELD_OUT)
         else:
             curve.steps, curve.rewards = first.steps[:1], first.rewards[:1]
             curve.rollouts = first.rollouts[:1]
@@ -158,7 +153,7 @@ async def train(
                 for group in groups:
                     await group.ack(step=trainer.version)
                 if trainer.version % EVERY == 0 and trainer.version < STEPS:
-                    await measure(HELD_OUT // 8)
-        await measure(HELD_OUT)
+                    await trainer.measure(curve, HELD_OUT // 8)
+        await trainer.measure(curve, HELD_OUT)
     curve.seconds = time.monotonic() - started
     return curve
