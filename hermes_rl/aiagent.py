@@ -41,6 +41,7 @@ from hermes_rl.agent import (
     continuable,
     continued_context,
     error_of,
+    keep_todos,
     last_answer,
     load_plugins,
     run_agent,
@@ -65,7 +66,6 @@ from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id
 from hermes_rl.messages import (
     Message,
-    UserMessage,
     conversation_from_openai,
     text_of,
     to_openai,
@@ -162,13 +162,6 @@ class _Places:
                 await backend.aclose()
 
 
-def _prompt(history: list[Message], text: str, *, as_written: bool) -> list[Message]:
-    """The conversation with the user's next message; one that the user wrote stays as it is."""
-    if as_written:
-        return [*history, UserMessage(content=clean(text))]
-    return with_user(history, text)
-
-
 class AIAgent:
     """An agent with tools in a sandbox. Keeps its conversation and its sandboxes until `close`.
 
@@ -254,6 +247,8 @@ class AIAgent:
         self._loop_thread = LoopThread("hermes-rl-agent")
         self._history: list[Message] = []
         """The conversation as the model sees it next."""
+        self._was_read = False
+        """It came from outside, and its todo list is in no place yet."""
         self._whole: list[Message] | None = None
         """All of it, once a part was compressed."""
         self._control = Control()
@@ -427,9 +422,10 @@ class AIAgent:
             if history is not None:
                 own, rest = split_system(conversation_from_openai(history))
                 self._history, self._whole, system = rest, None, system or own
+                self._was_read = True
             if system:
                 self._system, self._joins_files = clean(system), False
-            prompt = _prompt(self._history, text, as_written=history is not None)
+            prompt = with_user(self._history, text, joined=history is None)
             result, error = await self._until_done(prompt, task_id or self._task_id, reset=reset)
         except BaseException:
             self._ended = "error" if self._ended is not None else None
@@ -454,6 +450,8 @@ class AIAgent:
         link = self._link
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
         place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
+        keep_todos(place.tool_state, self._settings.tools, prompt if self._was_read else None)
+        self._was_read = False
         await self._join_files(place)
         await self._begin_session(link, reset=reset)
         self._rows = []
@@ -608,6 +606,7 @@ class AIAgent:
             return
         self.session_id = self._saved.session_id
         self._history = with_unique_ids(continuable(stored))
+        self._was_read = True
         if self._keeps_system and (system := self._saved.system_prompt) is not None:
             self._system, self._joins_files = system, False
 

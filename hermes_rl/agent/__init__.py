@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hermes_rl.agent.session import (
         SavedConversation,
         continuable,
+        keep_todos,
         last_answer,
         split_system,
         with_user,

@@ -12,6 +12,7 @@ from hermes_rl.agent.answers import REFUSAL, answer
 from hermes_rl.agent.parts import AgentParts, AgentResult, Control, Finish, RunState, Tries
 from hermes_rl.agent.prompt import EMPTY
 from hermes_rl.agent.run_hooks import with_context
+from hermes_rl.agent.session import keep_todos
 from hermes_rl.agent.tool_calls import run_calls
 from hermes_rl.errors import (
     ContextOverflow,
@@ -31,6 +32,7 @@ from hermes_rl.messages import (
     text_of,
 )
 from hermes_rl.models.prepare import repaired_roles
+from hermes_rl.tools import TODO
 
 
 async def run_agent(
@@ -86,6 +88,8 @@ def begin(
     if parts.resumed is not None:
         run.resume(parts.resumed, prompt)
         return run
+    if TODO not in parts.tool_state:
+        keep_todos(parts.tool_state, parts.tools, prompt)
     parts.recorder.record(ToolsOffered(tools=list(run.request.tools)))
     if parts.system and not isinstance(prompt[0], SystemMessage):
         run.add(SystemMessage(content=parts.system))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from hermes_rl.agent.summaries import stored_todos
 from hermes_rl.events import CallEnded, CallStarted, ContextStarted, Event, MessageAdded
 from hermes_rl.messages import AssistantMessage, Message, SystemMessage, UserMessage, text_of
 from hermes_rl.sessions import (
@@ -18,6 +20,7 @@ from hermes_rl.sessions import (
     open_session,
 )
 from hermes_rl.text import clean
+from hermes_rl.tools import TODO, Tool
 
 _log = logging.getLogger(__name__)
 
@@ -106,10 +109,27 @@ def continuable(messages: Iterable[Message]) -> list[Message]:
     return kept
 
 
-def with_user(history: Sequence[Message], text: str) -> list[Message]:
-    """The conversation with a user message at its end; two in a row become one."""
+def keep_todos(
+    state: dict[str, Any], tools: Mapping[str, Tool], history: Sequence[Message] | None
+) -> None:
+    """Put the todo list that the tool `todo` goes on with into the state of the tools.
+
+    Args:
+        history: a conversation that was read; its list takes the place of that in the state.
+    """
+    mine = TODO in tools and tools[TODO].toolset == TODO  # not a function of that name
+    if mine and (history is not None or TODO not in state):
+        state[TODO] = stored_todos(history or ())
+
+
+def with_user(history: Sequence[Message], text: str, *, joined: bool = True) -> list[Message]:
+    """The conversation with a user message at its end.
+
+    Args:
+        joined: two user messages in a row become one.
+    """
     text = clean(text)
-    if history and isinstance(last := history[-1], UserMessage):
+    if joined and history and isinstance(last := history[-1], UserMessage):
         return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
     return [*history, UserMessage(content=text)]
 

@@ -40,6 +40,8 @@ from hermes_rl.messages import (
     text_of,
 )
 from hermes_rl.text import cut_middle, one_line, to_json
+from hermes_rl.tools import TODO as TODO_TOOL
+from hermes_rl.tools import Items, changed, listed
 
 LARGE_WINDOW = 512_000
 SHARE, LARGE_SHARE = 0.75, 0.5
@@ -66,6 +68,8 @@ SHOWN_CHARS, SHOWN_ARGUMENTS = 6_000, 1_500
 """How much of a message, and of a call's arguments, a summary is made from."""
 LEAST_CHARS = 200
 STATIC_CHARS = 8_000
+TODO_SHARE, TODO_LEAST = 0.5, 1_000
+"""Characters of the todo list: for each token of the threshold (an eighth of it), and at least."""
 
 BEGIN = (
     "[Summary of the conversation so far. The context window was full, so earlier messages were "
@@ -76,7 +80,7 @@ END = "[End of the summary. Continue from here, and do not repeat work that is d
 REQUEST = "[Latest message from the user]"
 
 _COMPOSED = re.compile(
-    rf"\n*{re.escape(BEGIN)}\n(?P<summary>.*?)(?:\n\n{re.escape(TODO)}\n.*?)?\n{re.escape(END)}"
+    rf"\n*{re.escape(BEGIN)}\n(?P<summary>.*?)(?:\n\n{re.escape(TODO)}\n(?P<todo>.*?))?\n{re.escape(END)}"
     rf"(?:\n\n{re.escape(REQUEST)}\n)?",
     re.DOTALL,
 )
@@ -191,7 +195,7 @@ class SummaryEngine:
     async def compress(self, view: ContextView) -> NextContext | None:
         """See `ContextEngine`."""
         bounds = bounds_of(view)
-        digested = _digested(view.messages, frozenset(bounds.middle))
+        digested = _digested(view.messages, frozenset(bounds.middle) - _last_todo(view.messages))
         if _tokens(view, digested) <= DIGEST_SHARE * view.threshold:
             return NextContext(digested, "digest")
         middle = [view.messages[place] for place in bounds.middle]
@@ -218,7 +222,8 @@ class SummaryEngine:
             request = view.messages[bounds.request].content
         elif any(is_request(m, view.harness_texts) for m in view.messages[bounds.tail :]):
             request = None  # a later one is in the tail
-        start = Composed(before.task, text.strip(), request).message(todo_text(view.tool_state))
+        todo = todo_text(view.tool_state, max(TODO_LEAST, int(TODO_SHARE * view.threshold)))
+        start = Composed(before.task, text.strip(), request).message(todo)
         entries: list[int | Replacement] = [*range(bounds.system), Replacement(start)]
         entries += range(bounds.tail, len(view.messages))
         return NextContext(_fitted(view, entries), method, summary=bounds.system)
@@ -321,9 +326,9 @@ def result_line(message: ToolMessage) -> str:
     return ", ".join(notes) + shown
 
 
-def _short(text: str) -> str:
-    line = one_line(text[: 4 * LINE_CHARS]).strip()
-    return line if len(line) <= LINE_CHARS else f"{line[: LINE_CHARS - 3]}..."
+def _short(text: str, chars: int = LINE_CHARS) -> str:
+    line = one_line(text[: 4 * chars]).strip()
+    return line if len(line) <= chars else f"{line[: chars - 3]}..."
 
 
 def _fitted(view: ContextView, entries: Sequence[int | Replacement]) -> list[int | Replacement]:
@@ -442,18 +447,58 @@ def _lines(messages: Sequence[Message]) -> Iterator[str]:
             yield f"- user: {_short(text_of(message))}"
 
 
-def todo_text(state: Mapping[str, Any]) -> str:
-    """The agent's todo list as lines; empty without one."""
+def todo_text(state: Mapping[str, Any], chars: int) -> str:
+    """The open items of the agent's todo list as lines; empty without one.
+
+    Args:
+        chars: of all lines; long items are cut to it, and what still does not fit is counted.
+    """
     items = state.get("todo") or state.get("todos") or ()
     if isinstance(items, Mapping):
         items = items.get("items") or items.get("todos") or ()
     if not isinstance(items, list | tuple):
         return ""
-    lines = []
-    for item in items:
-        if isinstance(item, Mapping):
-            text = item.get("content") or item.get("task") or item.get("text") or ""
-            lines.append(f"- [{item.get('status', 'pending')}] {_short(str(text))}")
-        else:
-            lines.append(f"- {_short(str(item))}")
-    return "\n".join(lines)
+    lines = [line for item in items if (line := _todo_line(item))]
+    most = max(LINE_CHARS, chars // max(1, len(lines)))
+    fit = chars // most
+    more = [f"({len(lines) - fit} more open items: call todo to read them)"]
+    return "\n".join([_short(line, most) for line in lines[:fit]] + more * (len(lines) > fit))
+
+
+def _todo_line(item: Any) -> str | None:
+    """None for what is finished."""
+    if not isinstance(item, Mapping):
+        return f"- {item}"
+    status, name = item.get("status", "pending"), item.get("id")
+    if status in ("completed", "cancelled"):
+        return None
+    text = item.get("content") or item.get("task") or item.get("text") or ""
+    return f"- [{status}] {text}" if name is None else f"- [{status}] {name}: {text}"
+
+
+_TODO_LINE = re.compile(r"- \[(?P<status>pending|in_progress)\] (?P<id>.+?): (?P<content>.+)")
+
+
+def _last_todo(messages: Sequence[Message]) -> frozenset[int]:
+    """The place of the last list that the model read."""
+    places = range(len(messages) - 1, -1, -1)
+    last = next((n for n in places if _list_in(messages[n]) is not None), None)
+    return frozenset() if last is None else frozenset({last})
+
+
+def _list_in(message: Message) -> Items | None:
+    """The todo list that a message shows."""
+    if isinstance(message, ToolMessage):
+        mine = message.name is None or message.name.lower().endswith(TODO_TOOL)
+        return listed(message.content) if mine else None
+    if isinstance(message, UserMessage) and (found := _COMPOSED.search(text_of(message))):
+        lines = map(_TODO_LINE.fullmatch, (found["todo"] or "").splitlines())
+        return changed([], [line.groupdict() for line in lines if line])
+    return None
+
+
+def stored_todos(messages: Sequence[Message]) -> Items:
+    """The todo list of a conversation: that of the last result of `todo`, or the open items of a
+    summary that came later."""
+    lists = (_list_in(message) for message in reversed(messages))
+    return next((items for items in lists if items is not None), [])

@@ -27,6 +27,7 @@ from hermes_rl.text import clean, to_json
 from hermes_rl.tools import (
     PLAIN,
     SUSPECT,
+    TODO,
     WARN,
     Tool,
     ToolContext,
@@ -228,7 +229,7 @@ class _Turn:
             arguments=call.arguments,
             result=outcome.text,
             ok=outcome.ok,
-            changes=tool is not None and not tool.parallel,
+            changes=tool is not None and not tool.parallel and tool.toolset != TODO,
         )
         run.looping |= bounds is not None and find_loop(run.loop, name, bounds) is not None
         if policy.loop_warnings and (found := find_loop(run.loop, name, WARN)):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hermes_rl.tools.matching import STRATEGIES, find, replace
     from hermes_rl.tools.shell import resolve_paths
     from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, MAX_RESULT_CHARS, with_timeout
+    from hermes_rl.tools.todo import MAX_ITEMS, MAX_LIST_CHARS, TODO, Items, changed, listed
     from hermes_rl.tools.toolsets import (
         DEFAULT_TOOLSETS,
         DISTRIBUTIONS,

@@ -21,11 +21,12 @@ from hermes_rl.tools.patch import patch
 from hermes_rl.tools.read_file import read_file
 from hermes_rl.tools.search_files import search_files
 from hermes_rl.tools.terminal import terminal
+from hermes_rl.tools.todo import todo
 from hermes_rl.tools.write_file import write_file
 
 TOOLS: dict[str, Tool] = {
     tool.name: tool
-    for tool in (terminal, read_file, write_file, patch, search_files, delegate_task)
+    for tool in (terminal, read_file, write_file, patch, search_files, delegate_task, todo)
 }
 """Name -> tool, in the order in which models see them."""
 
@@ -49,6 +50,7 @@ TOOLSETS: dict[str, Toolset] = {
     "file_read": Toolset("Read and search files.", ("read_file", "search_files")),
     "coding": Toolset("Everything for work on code.", includes=("terminal", "file")),
     "delegation": Toolset("Give tasks to sub-agents.", ("delegate_task",)),
+    "todo": Toolset("Keep a list of the steps of the task.", ("todo",)),
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")

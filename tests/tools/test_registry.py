@@ -54,14 +54,14 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do() -> None:
 
 
 def test_toolsets_include_each_other_in_one_order() -> None:
-    assert list(resolve(["coding", "delegation"])) == list(TOOLS)
-    assert list(resolve(["delegation", "file", "terminal", "coding"])) == list(TOOLS)
+    assert list(resolve(["todo", "coding", "delegation"])) == list(TOOLS)
+    assert list(resolve(["delegation", "file", "todo", "terminal", "coding"])) == list(TOOLS)
     assert list(resolve(["file_read"])) == ["read_file", "search_files"]
     assert resolve([]) == resolve(["none"]) == {}
 
 
 def test_the_digest_follows_what_models_see() -> None:
-    assert schema_digest(resolve(["coding", "delegation"]).values()) == schema_digest(
+    assert schema_digest(resolve(["coding", "delegation", "todo"]).values()) == schema_digest(
         TOOLS.values()
     )
     assert schema_digest(resolve(["terminal"]).values()) != schema_digest(TOOLS.values())
