@@ -88,7 +88,7 @@ def begin(
     if parts.resumed is not None:
         run.resume(parts.resumed, prompt)
         return run
-    if TODO not in parts.tool_state:
+    if TODO in parts.tools and TODO not in parts.tool_state:
         keep_todos(parts.tool_state, parts.tools, prompt)
     parts.recorder.record(ToolsOffered(tools=list(run.request.tools)))
     if parts.system and not isinstance(prompt[0], SystemMessage):

@@ -112,7 +112,7 @@ def continuable(messages: Iterable[Message]) -> list[Message]:
 def keep_todos(
     state: dict[str, Any], tools: Mapping[str, Tool], history: Sequence[Message] | None
 ) -> None:
-    """Put the todo list that the tool `todo` goes on with into the state of the tools.
+    """Put the todo list of a conversation into the state of the tools.
 
     Args:
         history: a conversation that was read; its list takes the place of that in the state.

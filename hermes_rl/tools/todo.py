@@ -50,18 +50,18 @@ async def _todo(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 todo = replace(_todo, needs_sandbox=False)
 
 
-def changed(items: Items, given: list[dict[str, Any]], *, merge: bool = False) -> Items:
+def changed(items: Items, todos: list[dict[str, Any]], *, merge: bool = False) -> Items:
     """The list after a call; `items` stays as it is.
 
     Args:
-        given: items, each with an id. Of several with one id, the last counts.
-        merge: change and add items instead of replacing the list. A field that is not given keeps
-            its value.
+        todos: items, each with an id. Of several with one id, the last counts.
+        merge: change and add items instead of replacing the list. A missing field keeps its
+            value.
 
     Raises: ToolError for an item without id or content, too many items, a text that is too long.
     """
     kept = {item["id"]: item for item in items} if merge else {}
-    for number, one in enumerate(given, 1):
+    for number, one in enumerate(todos, 1):
         item = _item(number, one, kept.get(one_line(clean(one["id"])), {}))
         kept[item["id"]] = item
     if len(kept) > MAX_ITEMS:
@@ -85,12 +85,12 @@ def listed(text: str) -> Items | None:
         return None
 
 
-def _item(number: int, given: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
+def _item(number: int, values: Mapping[str, Any], before: Mapping[str, str]) -> dict[str, str]:
     """One item. Raises: ToolError."""
-    name = one_line(clean(given["id"]))
+    name = one_line(clean(values["id"]))
     if not 0 < len(name) <= MAX_ID_CHARS:
         raise ToolError(f"item {number}: the id must have 1 to {MAX_ID_CHARS} characters")
-    content = clean(given.get("content", "")).strip() or before.get("content", "")
+    content = clean(values.get("content", "")).strip() or before.get("content", "")
     if not content:
         raise ToolError(f"item {number} (id {name!r}) is new, so it needs a content")
     if len(content) > MAX_CONTENT_CHARS:
@@ -98,5 +98,5 @@ def _item(number: int, given: Mapping[str, Any], before: Mapping[str, str]) -> d
             f"item {number} (id {name!r}): the content has {len(content):,} characters, and at "
             f"most {MAX_CONTENT_CHARS:,} are allowed"
         )
-    status = given.get("status", before.get("status", STATUSES[0]))
+    status = values.get("status", before.get("status", STATUSES[0]))
     return {"id": name, "content": content, "status": status}

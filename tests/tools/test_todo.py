@@ -81,7 +81,7 @@ async def test_a_call_that_is_refused_says_why_and_changes_nothing(
     assert await call(context) == before
 
 
-def test_no_run_has_it_unless_it_is_asked_for() -> None:
+def test_no_run_has_it_unless_its_toolset_is_named() -> None:
     defaults = {*DEFAULT_TOOLSETS, *(name for one in DISTRIBUTIONS.values() for name in one)}
     assert "todo" not in tool_names({*defaults, "coding"})
     assert [name for name, one in TOOLSETS.items() if "todo" in one.tools] == ["todo"]
