@@ -52,7 +52,7 @@ def names(items: Sequence[dict[str, str]]) -> str:
     return "".join(item["id"] for item in items)
 
 
-def test_each_task_of_an_agent_has_its_own_list(make: Make) -> None:
+def test_each_task_of_an_agent_has_a_separate_list(make: Make) -> None:
     other = {"id": "y", "content": "Another"}
     steps = todo(*ITEMS), "ok", todo(), todo(other), "ok", todo(), "ok", todo(), "ok"
     with make(toolsets=["todo"]) as agent:
@@ -73,13 +73,13 @@ def test_a_history_or_session_brings_its_list(make: Make, tmp_path: Path) -> Non
         assert lists(agent.run_conversation("next"))[-1] == ITEMS
     with make(toolsets=["todo"]) as agent:
         history = first["messages"]
-        given = agent.run_conversation("next", conversation_history=history, task_id="t")
-        assert lists(given)[-1] == ITEMS
-        anew = agent.run_conversation(say(todo(), "ok"), conversation_history=[], task_id="t")
-        assert lists(anew) == [[]]
+        there = agent.run_conversation("next", conversation_history=history, task_id="t")
+        assert lists(there)[-1] == ITEMS
+        empty = agent.run_conversation(say(todo(), "ok"), conversation_history=[], task_id="t")
+        assert lists(empty) == [[]]
 
 
-def test_a_sub_agent_has_a_list_of_its_own(make: Make, tmp_path: Path) -> None:
+def test_a_sub_agent_has_a_separate_list(make: Make, tmp_path: Path) -> None:
     mine = {"id": "c", "content": "Of the child"}
     goal = {"goal": say(todo(), todo(mine), "done")}
     steps = todo(*ITEMS), {"calls": [{"name": "delegate_task", "arguments": goal}]}, todo(), "ok"
@@ -173,8 +173,8 @@ def test_the_list_survives_compression_and_a_restart_after_it(
 async def test_a_digest_leaves_the_last_list_whole() -> None:
     def result(number: int, name: str, content: str) -> list[Message]:
         call = ToolCall(id=f"c{number}", name=name, arguments="{}")
-        told = ToolMessage(tool_call_id=call.id, name=name, content=content)
-        return [AssistantMessage(content="", tool_calls=(call,)), told]
+        shown = ToolMessage(tool_call_id=call.id, name=name, content=content)
+        return [AssistantMessage(content="", tool_calls=(call,)), shown]
 
     shown = [json.dumps({"todos": ITEMS[:n]}) + "\n\n[A hint.]" for n in (2, 3)]
     messages: list[Message] = [UserMessage(content="Go.")]

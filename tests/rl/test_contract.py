@@ -210,3 +210,21 @@ async def test_use_of_an_absent_sandbox_is_a_fault(
     rows = lab.rows("failures")
     assert {row["cause"] for row in rows} == {cause}
     assert message in rows[0]["error"]
+
+
+LISTED = """
+def tasks(self, split, seed):
+    items = [{"id": "1", "content": "Look"}]
+    steps = [{"calls": [{"name": "todo", "arguments": form}]} for form in ({"todos": items}, {})]
+    yield make_task("plan", toolsets=["todo"], oracle=json.dumps([*steps, "done"]))
+
+async def compute_reward(self, task, trajectory, ctx):
+    read = json.loads(trajectory.messages[-2]["content"])
+    return float(read["summary"]["pending"])
+"""
+
+
+async def test_an_environment_offers_the_todo_list_and_each_rollout_has_one(lab: Lab) -> None:
+    path = lab.write(LISTED, "import json").path
+    await lab.run(path, model={"name": "oracle"}, dataset={"repeats": 2})
+    assert {(r["reward"], *r["toolsets"]) for r in lab.rows()} == {(1.0, "todo")}
