@@ -21,6 +21,9 @@ RESAMPLES = 10_000
 _EXACT_FLIPS = 16
 """Values other than 0 up to which all sign flips are tried."""
 
+_MANY = 10**9
+"""Degrees of freedom at which Student's t is the normal distribution."""
+
 Numbers = Sequence[float] | npt.NDArray[Any]
 Labels = Sequence[Any] | npt.NDArray[Any]
 
@@ -124,6 +127,31 @@ def mean_interval(
     number = data.size if clusters is None else len(set(clusters))
     half = t_quantile((1 + level) / 2, number - 1) * error
     return Interval(mean, mean - half, mean + half)
+
+
+def difference_interval(
+    differences: Numbers, clusters: Labels | None = None, *, level: float = 0.95
+) -> Interval:
+    """Return a mean paired difference of shares with its interval, within -1 and 1.
+
+    The t interval; where all differences are equal, which is no proof that all others are, that of
+    Agresti and Min: half an observation is added to each of the four outcomes of a pair.
+
+    Args:
+        differences: one per task.
+        clusters: as in `mean_interval`.
+
+    Source: Agresti and Min, Statistics in Medicine 24 (2005), 729-740, section 5.
+    """
+    plain = mean_interval(differences, clusters, level=level)
+    number = len(differences if clusters is None else set(clusters))
+    if number < 2 or plain.high - plain.low > 1e-9:
+        return plain
+    mean = number * plain.mean / (number + 2)
+    spread = (number * plain.mean**2 + 1) / (number + 2) - mean**2
+    half = t_quantile((1 + level) / 2, number - 1) * math.sqrt(spread / (number + 2))
+    low, high = min(plain.mean, mean - half), max(plain.mean, mean + half)
+    return Interval(plain.mean, max(-1.0, low), min(1.0, high))
 
 
 def share_interval(
@@ -389,6 +417,9 @@ def tasks_needed(
     if effect == 0:
         raise ValueError("no number of tasks shows an effect of 0")
     low, high = 2, 4
+    quantiles = detectable_effect(1.0, _MANY, alpha=alpha, power=power) * math.sqrt(_MANY)
+    if (many := (quantiles * deviation / effect) ** 2) > _MANY:  # t is normal there
+        return math.ceil(many)
     while detectable_effect(deviation, high, alpha=alpha, power=power) > abs(effect):
         low, high = high, high * 2
     while low < high:

@@ -12,6 +12,9 @@ from html import escape
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hermes_rl.errors import UserError
 from hermes_rl.evals import stats
 from hermes_rl.evals.stats import Interval, VarianceSplit
@@ -25,6 +28,8 @@ SOLVED = 1.0
 """The reward from which a task counts as solved."""
 ALPHA, POWER = 0.05, 0.8
 """Error rate of a verdict, and the share of real differences that one finds."""
+ROUNDING = 1e-12
+"""Differences below it come from sums of fractions."""
 
 _KEYS = ["task_id", "task_hash"]
 _UNITS = [*_KEYS, "unit_id", "reward", "turns", "truncated", "attempt"]
@@ -178,6 +183,8 @@ def _bounds(per_task: pd.DataFrame, missing: pd.DataFrame) -> Bounds:
 def pass_at(run: Run, k: int, *, every: bool = False) -> Interval:
     """Estimate how often at least one of k repeats solves a task (pass@k), with its interval.
 
+    Tasks with fewer than k graded units are left out.
+
     Args:
         every: all of k repeats (pass^k) instead of one.
 
@@ -202,7 +209,7 @@ class Comparison:
     b: str
     tasks: int
     difference: Interval
-    """Solved share of b minus that of a, averaged over tasks; paired t interval."""
+    """Solved share of b minus that of a, averaged over tasks; `stats.difference_interval`."""
     p_value: float
     """Of no difference; adjusted for the number of comparisons by `compare_all`."""
     test: Literal["exact McNemar", "sign flips"]
@@ -223,7 +230,7 @@ class Comparison:
     def tasks_needed(self) -> int | None:
         """Tasks with which a difference as large as the observed one would be detectable."""
         deviation = float(self.per_task["difference"].std())
-        if not self.difference.mean or not deviation > 0:
+        if abs(self.difference.mean) < ROUNDING or not deviation > 0:
             return None
         return stats.tasks_needed(deviation, self.difference.mean, alpha=ALPHA, power=POWER)
 
@@ -241,7 +248,7 @@ class Comparison:
         return f"<p>{escape(str(self))}</p>{rows}"
 
     def _why_undecided(self) -> str:
-        if not self.difference.mean or self.tasks < 2:
+        if abs(self.difference.mean) < ROUNDING or self.tasks < 2:
             return "no difference shown"
         if self.p_value < ALPHA:
             why = f"below the {self.detectable:.1%} that {self.tasks} tasks can show"
@@ -264,7 +271,8 @@ def compare(a: Run, b: Run, *, by: str | None = None) -> Comparison:
     neither score.
 
     Args:
-        by: a column of `metadata`; the interval is clustered by it (see `summary`).
+        by: a column of `metadata`; interval, p-value and verdict are clustered by it (see
+            `summary`).
 
     Raises: UserError when no task is graded in both.
     """
@@ -277,14 +285,16 @@ def compare(a: Run, b: Run, *, by: str | None = None) -> Comparison:
         )
     both["difference"] = both["solved_b"] - both["solved_a"]
     values = both["difference"].to_numpy()
-    single = bool(((both["units_a"] == 1) & (both["units_b"] == 1)).all())
+    clusters = _clusters(a, both, by)
+    single = clusters is None and bool(((both["units_a"] == 1) & (both["units_b"] == 1)).all())
     if single:
         p_value = stats.mcnemar(int((values < 0).sum()), int((values > 0).sum()))
-    else:
-        p_value = stats.sign_flips(values)
-    interval = stats.mean_interval(values, _clusters(a, both, by))
-    deviation = float(both["difference"].std())
-    least = stats.detectable_effect(deviation, len(both), alpha=ALPHA, power=POWER)
+    else:  # all tasks of a cluster change sides together
+        p_value = stats.sign_flips(values if clusters is None else _sums(values, clusters))
+    interval = stats.difference_interval(values, clusters)
+    number = len(both if clusters is None else set(clusters))
+    deviation = stats.standard_error(values, clusters) * math.sqrt(number)
+    least = stats.detectable_effect(deviation, number, alpha=ALPHA, power=POWER)
     varied = both["solved_a"].nunique() > 1 and both["solved_b"].nunique() > 1
     common = set(both["task_hash"])
     return Comparison(
@@ -301,6 +311,12 @@ def compare(a: Run, b: Run, *, by: str | None = None) -> Comparison:
         only_a=sorted(left.loc[~left["task_hash"].isin(common), "task_id"]),
         only_b=sorted(right.loc[~right["task_hash"].isin(common), "task_id"]),
     )
+
+
+def _sums(values: npt.NDArray[Any], clusters: Sequence[str]) -> npt.NDArray[Any]:
+    """The sum of each cluster."""
+    _, index = np.unique(np.asarray(clusters), return_inverse=True)
+    return np.bincount(index, weights=values)
 
 
 def compare_all(

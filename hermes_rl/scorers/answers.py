@@ -14,6 +14,7 @@ from decimal import Decimal, DecimalException
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+MAX_CHOICES = len(string.ascii_uppercase)
 MAX_CHARS = 200_000
 """The end of a longer answer is read."""
 
@@ -65,9 +66,9 @@ def _occurs(target: str, text: str) -> bool:
 
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_HASHES = re.compile(r"####[ \t]*([^\n]+)")
+_HASHES = re.compile(r"####[ \t]*+([^\n]+)")
 _STATED = re.compile(
-    r"\banswer\**[ \t]*(?:is|:|=|\uff1a)(?!\w)[ \t]*:?\**[ \t]*(\S[^\n]{0,300})", re.IGNORECASE
+    r"\banswer\**+[ \t]*+(?:is|:|=|\uff1a)(?!\w)[ \t]*+:?\**+[ \t]*+(\S[^\n]{0,300})", re.IGNORECASE
 )
 
 
@@ -105,16 +106,33 @@ def sole(values: Sequence[Any]) -> tuple[Any, str]:
 
 _NUMBER = r"[-+\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 _NUMBERS = re.compile(rf"(?<![\w.])({_NUMBER})(?:[ \t]*/[ \t]*({_NUMBER}))?")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_MIXED = re.compile(r"([-+\u2212]?)[ \t]*(\d{1,9})[ \t]+(\d{1,9})/(\d{1,9})(?![\d.,])")
+_GROUPED = re.compile(r"\D*\d{1,3}(?:,\d{2,3})*,\d{3}(?![\d,]).*")
+_LATEX_FRACTION = re.compile(r"([-+\u2212]?)[ \t]*\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_POWER_OF_TEN = re.compile(
+    r"(?<=\d)[ \t]*+(?:\\times|\\cdot|[*\u00d7\u00b7])[ \t]*10\^\{?([-+\u2212]?\d{1,4})(?!\d)\}?"
+)
+_ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[\u221a\u03c0^]")
+_GOES_ON = re.compile(
+    r"[ \t]*+(?:\\(?:sqrt|pi|times|cdot|div|pm)(?![A-Za-z])|[\u221a\u03c0\u00d7\u00f7]"
+    r"|\^(?!\s*\{?\s*\\circ)|[-+*\u2212][ \t]*[\d\\])"
+)
 
 
 def number_of(text: str, *, last: bool = False) -> Fraction | None:
     """The first (or last) number in a text: `1,234.5`, `$3`, `-2e3`, `3/4`, `\\frac{3}{4}`."""
-    plain = _LATEX_FRACTION.sub(r" \1/\2 ", text).replace("\\$", "$").replace("\\,", "")
+    plain = _plain(text)
     found = list(_NUMBERS.finditer(plain))
-    if not found:
-        return None
-    above, below = found[-1 if last else 0].groups()
+    return _value(found[-1 if last else 0]) if found else None
+
+
+def _plain(text: str) -> str:
+    text = _LATEX_FRACTION.sub(r" \1\2/\3 ", text).replace("\\$", "$").replace("\\,", "")
+    return _POWER_OF_TEN.sub(lambda found: "e" + found[1].replace("\u2212", "-"), text)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    above, below = found.groups()
     try:
         value = _decimal(above)
         return value if below is None else value / _decimal(below)
@@ -123,6 +141,9 @@ def number_of(text: str, *, last: bool = False) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction:
+    text = text.rstrip(",")
+    if "," in text and not _GROUPED.fullmatch(text):
+        raise ValueError("a list or a decimal comma")
     return Fraction(Decimal(text.translate({0x2212: "-", ord(","): None, ord("$"): None})))
 
 
@@ -137,9 +158,9 @@ def number(options: Mapping[str, Any], answer: str) -> Score:
         return Score(0.0, why)
     target = number_of(str(options["target"]))
     assert target is not None
-    most = Fraction(options.get("tolerance", 0)) + abs(target) * Fraction(
-        options.get("relative", 0)
-    )
+    # As written: 0.3 in binary is less than 0.3.
+    tolerance, relative = (Fraction(str(options.get(k, 0))) for k in ("tolerance", "relative"))
+    most = tolerance + abs(target) * relative
     return scored(abs(value - target) <= most, f"answer {_shown(value)}")
 
 
@@ -151,12 +172,24 @@ def _shown(value: Fraction) -> str:
 
 
 def _stated_number(text: str) -> Fraction | None:
-    """The number of a commitment: of its first sentence, after the last equals sign."""
+    """The number of a commitment: of its first sentence, after the last equals sign.
+
+    None for a larger expression, such as `2\\sqrt{3}`: its first number is not its value.
+    """
     sentence = re.split(r"(?<=[^\d\s])\.\s|(?<=\d)\.\s|;", text)[0]
-    return number_of(sentence.rpartition("=")[2])
+    plain = _plain(sentence.rpartition("=")[2]).strip()
+    if plain[:1] in ("-", "\u2212", "\u2013"):
+        plain = f"-{plain[1:].lstrip()}"
+    found = _NUMBERS.search(plain)
+    if found is None or _ROOT_OR_POWER.search(plain, 0, found.start()):
+        return None
+    if (mixed := _MIXED.match(plain)) and int(mixed[4]):
+        part = int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))
+        return -part if mixed[1] in ("-", "\u2212") else part
+    return None if _GOES_ON.match(plain, found.end()) else _value(found)
 
 
-_LETTER = re.compile(r"\W*(?:(?:option|choice)\s+)?\W*([A-Z])(?![A-Za-z'\u2019])", re.IGNORECASE)
+_LETTER = re.compile(r"\W*+(?:(?:option|choice)\s+\W*+)?([A-Z])(?![A-Za-z'\u2019])", re.IGNORECASE)
 _ALSO = re.compile(r"\W*(?:(?i:and|or)\b\W*)?(?:(?i:option)\s+)?([A-Z])(?![\w'\u2019])")
 _LISTED = re.compile(r"(?<!\w)([A-Z])[).:]")
 _STYLE = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
@@ -164,7 +197,7 @@ _STYLE = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
 
 def letter_of(text: str, choices: Sequence[str]) -> str | None:
     """The letter that a short text names, by itself or by the text of its choice."""
-    letters = string.ascii_uppercase[: len(choices) or 26]
+    letters = string.ascii_uppercase[: len(choices) or MAX_CHOICES]
     plain = _STYLE.sub(r"\1", text).strip()
     bare = plain.strip("\"'`*.() ").casefold()
     same = [i for i, one in enumerate(choices) if one.strip().strip(".").casefold() == bare]

@@ -11,15 +11,15 @@ import ast
 import builtins
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hermes_rl.scorers.answers import MAX_CHARS
+
 DEFAULT_TIMEOUT_S = 30.0
 
-_FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
-)
+_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 _PYTHON = ("", "python", "py", "python3")
 _PROGRAM = Path(__file__).with_name("code_box.py")
 
@@ -36,7 +36,7 @@ def extract_code(answer: str, functions: tuple[str, ...] = ()) -> str | None:
 
     None when none of it is Python that defines them.
     """
-    blocks: list[str] = [text for tag, text in _FENCE.findall(answer) if tag.lower() in _PYTHON]
+    blocks = [text for tag, text in _fenced(answer) if tag in _PYTHON]
     for text in reversed(blocks or [answer]):
         defined = _defined(text)
         if defined is not None and defined.issuperset(functions) and (blocks or defined):
@@ -44,8 +44,24 @@ def extract_code(answer: str, functions: tuple[str, ...] = ()) -> str | None:
     return None
 
 
+def _fenced(answer: str) -> Iterator[tuple[str, str]]:
+    """Tag and text of each fenced block, in linear time."""
+    tag, lines = None, list[str]()
+    for line in answer.split("\n"):
+        if tag is None:
+            if opened := _FENCE.match(line):
+                tag, lines = opened[1].lower(), []
+        elif line.strip() == "```":
+            yield tag, "".join(f"{one}\n" for one in lines)
+            tag = None
+        else:
+            lines.append(line)
+
+
 def _defined(text: str) -> set[str] | None:
     """Names that Python source defines at its top level; None for what is not Python."""
+    if len(text) > MAX_CHARS:
+        return None
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

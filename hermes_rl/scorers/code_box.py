@@ -26,7 +26,7 @@ def pack(value: Any) -> Any:
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if isinstance(value, int):
-        return {"n": str(int(value))}
+        return {"n": hex(int(value))}  # in decimal Python takes 4,300 digits at most
     if isinstance(value, dict):
         return {"d": [[pack(k), pack(v)] for k, v in value.items()]}
     for tag, kind in _SEQUENCES.items():
@@ -53,7 +53,7 @@ def unpack(form: Any) -> Any:
         return form
     ((tag, value),) = form.items()
     plain: dict[str, Callable[[Any], Any]] = {
-        "n": int,
+        "n": lambda text: int(text, 16),
         "b": bytes.fromhex,
         "z": lambda parts: complex(*parts),
         "r": lambda parts: range(*parts),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,6 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hermes_rl.errors import TaskFault
+from hermes_rl.scorers.answers import MAX_CHOICES
+
+MAX_NUMBER = 1e100
 
 
 class Scorer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,7 +41,9 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= MAX_NUMBER  # false for NaN too
 
 
 def _is_from_zero(value: Any) -> bool:
@@ -102,7 +106,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
     },
     "choice": {
         "target": Option(_is_text, "a letter, or the text of a choice", True),
-        "choices": Option(_is_texts, "a list of texts"),
+        "choices": Option(
+            lambda v: _is_texts(v) and len(v) <= MAX_CHOICES, f"at most {MAX_CHOICES} texts"
+        ),
     },
     "number": {
         "target": Option(_is_numeric, "a number", True),

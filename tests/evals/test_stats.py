@@ -151,3 +151,7 @@ def test_a_detectable_effect_is_detected_in_four_of_five_cases() -> None:
     assert found / 1_000 == pytest.approx(0.8, abs=0.04)
     needed = stats.tasks_needed(1.0, effect)
     assert 49 <= needed <= 50
+
+
+def test_a_tiny_effect_needs_a_number_of_tasks() -> None:
+    assert stats.tasks_needed(0.3, 1e-12) == pytest.approx(0.3**2 * 7.8489e24, rel=1e-3)

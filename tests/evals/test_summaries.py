@@ -165,6 +165,38 @@ def test_errors_are_clustered_by_a_column() -> None:
         summary(run("r", rewards), by="author")
 
 
+def test_a_verdict_is_clustered_by_a_column() -> None:
+    # All tasks of one repository change: that is one observation, not twelve.
+    names = [f"{repository}{n}" for repository in "pq" for n in range(12)]
+    a = run("a", {name: [0.0] for name in names})
+    b = run("b", {name: [float(name[0] == "p")] for name in names})
+    assert compare(a, b).verdict == "b"
+    clustered = compare(a, b, by="repository")
+    assert clustered.difference.low < 0 < clustered.difference.high
+    assert clustered.verdict == "undecided"
+    assert clustered.p_value == 1.0
+    assert clustered.detectable > 0.5
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_equal_differences_are_no_proof_that_all_others_are_equal(reward: float) -> None:
+    names = [f"t{n}" for n in range(30)]
+    found = compare(run("a", {t: [0.0] for t in names}), run("b", {t: [reward] for t in names}))
+    low, high = found.difference[1:]
+    assert low < reward - 0.05
+    assert high == pytest.approx(1.0) if reward else high > 0.05
+
+
+def test_sums_that_differ_from_0_by_rounding_need_no_tasks() -> None:
+    thirds = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    for order in ([1, 0, 3, 2], [2, 3, 1, 0], [3, 2, 0, 1]):
+        a = run("a", {f"t{n}": thirds[n] for n in range(4)})
+        b = run("b", {f"t{n}": thirds[order[n]] for n in range(4)})
+        found = compare(a, b)
+        assert found.tasks_needed is None
+        assert str(found).endswith("no difference shown")
+
+
 def test_a_summary_of_200_000_units_takes_seconds() -> None:
     units = 200_000
     rows = pd.DataFrame(

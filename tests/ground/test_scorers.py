@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from hermes_rl.errors import VerifierFault
+from hermes_rl.errors import TaskFault, VerifierFault
 from hermes_rl.scorers import CHILD, OPTIONS, READERS, ScorerProcess, extract_code, parse_scores
 from hermes_rl.tasks import parse_row
 from hermes_rl.testing import answer_cheats
@@ -35,6 +35,9 @@ RIGHT = [
     ("number", "The answer is x = $1,234.50."),
     ("number", r"\boxed{\frac{2469}{2}}"),
     ("number", "1 and 2 make 1234.505"),
+    ("number", r"\boxed{1234\frac{1}{2}}"),
+    ("number", r"\boxed{1.2345 \times 10^{3}}"),
+    ("number", r"Answer: 1234.5^\circ, which is 6 * 7"),
     ("json", '{"city": {"name": "Paris"}, "n": [2]}'),
     ("json", 'Here:\n```json\n{"city": {"name": "Paris"}, "n": [2.0]}\n```'),
     ("math", r"so \boxed{0.5}"),
@@ -52,6 +55,12 @@ WRONG = [
     ("number", r"\boxed{1234.5} \boxed{7}"),
     ("number", "answer: 1\nanswer: 1234.5"),
     ("number", "1234.5 1235.5"),
+    ("number", r"\boxed{-\frac{2469}{2}}"),
+    ("number", r"\boxed{- 1234.5}"),
+    ("number", r"\boxed{1234.5\pi}"),
+    ("number", r"\boxed{\sqrt{1234.5}}"),
+    ("number", r"\boxed{1234.5 + 1}"),
+    ("number", "Answer: 12,34.5"),
     ("number", "NaN inf 1e9999999"),
     ("json", '{"city": {"name": "Rome", "name": "Paris"}, "n": [2]}'),
     ("json", '{"city": {"name": "Paris"}, "n": [true]}'),
@@ -197,3 +206,31 @@ def test_absent_keys_of_parquet_and_equal_types() -> None:
     task = parse_row({"prompt": "x", "score": twice}, 0, "row").task
     assert task is not None
     assert [scorer.name for scorer in task.score] == ["exact", "exact-2"]
+
+
+def test_answers_of_white_space_and_fences_take_linear_time() -> None:
+    # Each took minutes in the process of the run, which stood still meanwhile.
+    blank = " " * 190_000
+    for kind in ("number", "choice"):
+        (scorer,) = parse_scores(SCORES[kind])
+        for answer in (f"answer is{blank}\n", f"\\boxed{{{blank}}}", f"answer{'*' * 190_000}"):
+            assert READERS[kind](scorer.options, answer).value == 0.0
+    assert extract_code("```a\n" * 100_000) is None
+
+
+def test_a_tolerance_is_the_decimal_number_that_was_written() -> None:
+    (scorer,) = parse_scores({"type": "number", "target": 1, "tolerance": 0.3})
+    assert READERS["number"](scorer.options, "1.3").value == 1.0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "number", "target": 10**400},
+        {"type": "number", "target": 1, "weight": 10**400},
+        {"type": "choice", "target": "29", "choices": [str(n) for n in range(30)]},
+    ],
+)
+def test_numbers_beyond_floats_and_too_many_choices_are_refused(form: dict[str, Any]) -> None:
+    with pytest.raises(TaskFault, match="must be"):
+        parse_scores(form)
