@@ -134,8 +134,8 @@ def difference_interval(
 ) -> Interval:
     """Return a mean paired difference of shares with its interval, within -1 and 1.
 
-    The t interval; where all differences are equal, which is no proof that all others are, that of
-    Agresti and Min: half an observation is added to each of the four outcomes of a pair.
+    The t interval. Where all differences are equal (other tasks may differ), that of Agresti and
+    Min: half an observation is added to each of the four outcomes of a pair.
 
     Args:
         differences: one per task.

@@ -179,7 +179,7 @@ def test_a_verdict_is_clustered_by_a_column() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_equal_differences_are_no_proof_that_all_others_are_equal(reward: float) -> None:
+def test_equal_differences_have_an_interval_with_a_width(reward: float) -> None:
     names = [f"t{n}" for n in range(30)]
     found = compare(run("a", {t: [0.0] for t in names}), run("b", {t: [reward] for t in names}))
     low, high = found.difference[1:]

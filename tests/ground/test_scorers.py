@@ -209,7 +209,7 @@ def test_absent_keys_of_parquet_and_equal_types() -> None:
 
 
 def test_answers_of_white_space_and_fences_take_linear_time() -> None:
-    # Each took minutes in the process of the run, which stood still meanwhile.
+    # Each took minutes in the process of the run, which did nothing else meanwhile.
     blank = " " * 190_000
     for kind in ("number", "choice"):
         (scorer,) = parse_scores(SCORES[kind])
