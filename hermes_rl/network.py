@@ -7,7 +7,9 @@ which some resolvers take for addresses, are refused everywhere.
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
@@ -178,3 +180,27 @@ def is_public(address: Address) -> bool:
     if isinstance(address, IPv6Address) and address.is_site_local:
         return False
     return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens at this name or address is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_own_name(host: str, more: Iterable[str] = ()) -> bool:
+    """Whether a Host header has a name of this machine, or an address: no site can own one.
+
+    Args:
+        more: further names of this machine.
+    """
+    name = host.lower()
+    name = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        known = ("localhost", socket.gethostname(), *more)
+        return name in {one.lower() for one in known}
+    return True

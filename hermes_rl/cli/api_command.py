@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.network import is_loopback
 
 _EXTRA = "the API server needs fastapi and uvicorn: pip install 'hermes-rl[rl]'"
 _STATE = Path("runs/api.sqlite")
@@ -48,7 +48,7 @@ def command(
     Example: hermes-rl api --port 8000
     """
     token = _token(token_env)
-    if token is None and not allow_anonymous and not _is_loopback(host):
+    if token is None and not allow_anonymous and not is_loopback(host):
         raise UserError(
             f"--host {host} lets other machines in. Name a variable with a token"
             " (--token-env NAME), or give --allow-anonymous"
@@ -73,10 +73,3 @@ def _token(variable: str | None) -> str | None:
     if not token:
         raise UserError(f"{variable} is not set. Set it to the token, or leave --token-env out")
     return token
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

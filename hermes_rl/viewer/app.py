@@ -8,7 +8,6 @@ site's name may resolve to this machine), a policy that runs only our own script
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import math
 import secrets
@@ -21,6 +20,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from hermes_rl.errors import HermesError, StoreError, UserError
+from hermes_rl.network import is_own_name
 from hermes_rl.viewer.compare import diff_attempts, diff_runs
 from hermes_rl.viewer.folder import RunFolder
 
@@ -60,13 +60,12 @@ def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = 
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
     cookie = f"hermes_rl_view_{port}"
-    known = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     async def respond(scope: Scope) -> Response:
         parsed = parse_qs(scope["query_string"].decode("latin-1"))
         query = {name: values[-1] for name, values in parsed.items()}
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
-        if not _is_known(headers.get("host", ""), known):
+        if not is_own_name(headers.get("host", ""), names):
             return PlainTextResponse("this host name is not allowed: hermes-rl view --host", 421)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only GET", 405)
@@ -103,21 +102,13 @@ def _answer(folder: RunFolder, path: str, query: Mapping[str, str]) -> tuple[byt
     except HermesError as error:
         status = 400 if isinstance(error, UserError) else 404
         return encode_answer({"error": str(error)}), "application/json", status
+    except Exception as error:  # a damaged run can raise anything
+        text = f"this cannot be read: {type(error).__name__}: {error}. See hermes-rl check"
+        return encode_answer({"error": text}), "application/json", 500
 
 
 def _equal(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode())
-
-
-def _is_known(host: str, known: set[str]) -> bool:
-    """Whether a Host header has a name of ours, or an address: no site can own an address."""
-    name = host.lower()
-    name = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name in known
-    return True
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:

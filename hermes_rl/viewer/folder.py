@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batch_runner import read_manifest
-from hermes_rl.errors import HermesError, UserError
+from hermes_rl.errors import StoreError, UserError
 from hermes_rl.record import replacements
 from hermes_rl.store import Run, decode_row, find_driver, in_flight, is_run, load_run
 from hermes_rl.viewer.index import RunIndex
@@ -81,6 +81,7 @@ class RunFolder:
             raise UserError(f"{path} is not a folder. Give the folder of your runs")
         self._indices: dict[str, RunIndex] = {}
         self._live: dict[str, tuple[float, int]] = {}
+        self._checked: set[Path] = set()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -101,9 +102,20 @@ class RunFolder:
                 paths = self._paths()
                 if run not in paths:
                     raise UserError(f"{self.path}: no run {run!r}")
+                self._check(paths[run])
                 load_run(paths[run])  # refuses a newer version
                 self._indices[run] = RunIndex(paths[run])
             return self._indices[run]
+
+    def _check(self, path: Path) -> None:
+        """Raises: StoreError for a run with a pipe or a device, which could be read forever."""
+        if path in self._checked:
+            return
+        for folder, _, names in os.walk(path):
+            for file in (Path(folder, name) for name in names):
+                if file.exists() and not file.is_file():
+                    raise StoreError(f"{file} is not a regular file")
+        self._checked.add(path)
 
     def runs(self) -> list[Plain]:
         """One row per run, the newest first."""
@@ -113,20 +125,22 @@ class RunFolder:
     def _overview(self, name: str, path: Path) -> Plain:
         row: Plain = {"run": name, "state": "damaged", "started_at": None, "error": None}
         try:
+            self._check(path)
             run = load_run(path)
             manifest = read_manifest(run.run_dir)
             driver = find_driver(run.run_dir)
             starts = manifest.get("starts") or [{}]
             identity = manifest.get("identity") or {}
-            row["started_at"] = starts[-1].get("started_at")
+            started = starts[-1].get("started_at")
+            row["started_at"] = None if started is None else float(started)
             row["model"] = (identity.get("model") or {}).get("name")
             stats = _stored_stats(path) if driver is None else None
             row |= self._counts_of(name) if stats is None else _counts(stats)
             row["in_flight"] = self._in_flight(name, run) if driver is not None else 0
             row["trouble"] = list(manifest.get("trouble", ())) if driver is not None else []
             row["state"] = _state(row, live=driver is not None, ended=stats is not None)
-        except (HermesError, OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
-            row["error"] = str(error)  # one damaged run must not hide the others
+        except Exception as error:  # one damaged run, of any kind, must not hide the others
+            row |= {"state": "damaged", "started_at": None, "error": str(error)}
         return row
 
     def _counts_of(self, name: str) -> Plain:
@@ -304,12 +318,12 @@ class RunFolder:
 
 def _find(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Path]]:
     try:
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        names = [entry for entry in os.listdir(folder) if not entry.startswith(".")]
     except OSError:
         return
-    for entry in entries:
-        path, name = folder / entry.name, prefix + entry.name
-        if not entry.is_dir():
+    for entry in names:
+        path, name = folder / entry, prefix + entry
+        if not path.is_dir():  # also a link to itself
             continue
         if is_run(path):
             yield name, path

@@ -267,14 +267,14 @@ def _read_part(part: Path) -> _Source:
             table = file.read(columns=list(_READ))
             every = range(file.num_row_groups)
             groups = tuple(file.metadata.row_group(n).num_rows for n in every)
-    except (OSError, pa.ArrowException) as error:
+        columns = {name: table[name] for name in _PLAIN}
+        for name in _USAGE:
+            columns[name] = pc.struct_field(table["usage"], name)
+        columns["total_s"] = pc.struct_field(table["timing"], "total_s")
+        columns["tool_errors"] = _sums(table["tool_stats"], "errors")
+    except (OSError, pa.ArrowException, KeyError) as error:
         why = str(error).partition("\n")[0]
         raise StoreError(f"{part} cannot be read: {why}. See hermes-rl check") from error
-    columns = {name: table[name] for name in _PLAIN}
-    for name in _USAGE:
-        columns[name] = pc.struct_field(table["usage"], name)
-    columns["total_s"] = pc.struct_field(table["timing"], "total_s")
-    columns["tool_errors"] = _sums(table["tool_stats"], "errors")
     return _Source(part, stem_of(part), _finished(pa.table(columns), range(len(table))), groups)
 
 

@@ -21,6 +21,8 @@ import pytest
 from api_kit import PROGRAM, Api
 from atropos_requests import Call, call, environment, trainer
 
+from hermes_rl.rl.atropos import NewGroup, TrajectoryQueue
+
 
 def eventually(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
@@ -163,6 +165,24 @@ def test_a_second_trainer_replaces_the_first(api: Api) -> None:
     assert api.get("/status-env", {"env_id": env})["current_step"] == 41
 
 
+def test_a_batch_that_is_taken_back_after_another_trainer_came_is_handed_out_once() -> None:
+    """A trainer closes its connection, and another registers before the server has noticed."""
+    queue = TrajectoryQueue(None, "safe")
+    wanted = trainer(batch_size=2)
+    queue.register(wanted)
+    queue.take(None)
+    queue.submit([NewGroup(None, 2, b"{}")], single=True)
+    batch = queue.take(None).batch
+    assert batch is not None
+    queue.register(wanted)
+    queue.put_back(batch)
+    assert [queue.take(None).batch for _ in range(2)] == [batch, None]
+    queue.reset()
+    queue.put_back(batch)
+    queue.register(wanted)
+    assert queue.take(None).batch is None
+
+
 def test_a_key_makes_repeats_harmless(api: Api) -> None:
     env = ready(api)
     for _ in range(3):
@@ -280,6 +300,15 @@ def test_web_pages_cannot_use_the_server(api: Api) -> None:
     for headers in ({"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
         assert api.send(call("GET", "/reset_data"), **headers)[0] == 403
     assert api.send(call("GET", "/status"), Sec_Fetch_Site="none")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example"])
+def test_a_foreign_name_that_resolves_to_this_machine_is_refused(api: Api, host: str) -> None:
+    """A browser sends no Origin and no Sec-Fetch-Site with it."""
+    ready(api)
+    assert api.send(call("GET", "/reset_data"), Host=host)[0] == 403
+    for own in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert api.send(call("GET", "/status"), Host=own)[0] == 200
 
 
 def test_bodies_are_bounded_also_when_inflated(tmp_path: Path) -> None:

@@ -203,6 +203,56 @@ async def test_kills_of_either_side_lose_and_double_no_group(lab: Lab, tmp_path:
     assert len(tasks) == len(set(tasks)) == total
 
 
+@asynccontextmanager
+async def losing_replies(api: Api) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """The URL of a proxy that passes groups on and no reply to them, and whether one was lost."""
+    lost = asyncio.Event()
+
+    async def pump(source: asyncio.StreamReader, to: asyncio.StreamWriter, up: bool) -> None:
+        groups = False
+        while data := await source.read(1 << 16):
+            groups = groups or b"/scored_data" in data
+            if not up and sending:
+                lost.set()
+                continue
+            if up and groups:
+                sending.append(True)
+            to.write(data)
+        to.close()
+
+    sending: list[bool] = []
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, away = await asyncio.open_connection(api.host, api.port)
+        await asyncio.gather(pump(reader, away, True), pump(there, writer, False))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", lost
+    finally:
+        server.close()
+
+
+async def test_a_group_whose_reply_was_lost_arrives_once_with_other_options_too(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """With another weight it is another environment: the same key has another body."""
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api)
+            async with losing_replies(api) as (url, lost):
+                process = await serve(lab, engine, api, "--limit", "2", "--api", url)
+                await asyncio.wait_for(lost.wait(), 60)
+                process.kill()
+                await process.communicate()
+            process = await serve(lab, engine, api, "--limit", "2", "--weight", "2")
+            await learner.take(2)
+            _, errors = await finish(process)
+            assert process.returncode == 0, errors
+            assert api.get("/batch") == {"batch": None}
+    assert len({ids for group in learner.groups for ids in trained(group)[:1]}) == 2
+
+
 async def test_the_queue_bounds_how_far_an_environment_runs_ahead(lab: Lab, tmp_path: Path) -> None:
     async with engine_at(lab, "chatml") as engine:
         with Api(tmp_path) as api:

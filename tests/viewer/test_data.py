@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from made_runs import HOSTILE, STEPS, finished_attempt, picture
-from served import Served, serving
+from served import COMMAND, Served, serving
 
 from hermes_rl import load_run
 from hermes_rl.store import JournalWriter, Publisher, open_run
@@ -241,3 +245,37 @@ def test_lone_surrogates_and_numbers_that_json_lacks_reach_the_browser() -> None
     value = {"a": "x\ud800y", "b": [float("nan"), 1.5]}
     assert json.loads(encode_answer(value)) == {"a": "x\ud800y", "b": [None, 1.5]}
     assert json.loads(encode_answer({"b": float("inf")})) == {"b": None}
+
+
+def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path: Path) -> None:
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(runs / "small-model", tmp_path / name))
+
+    copied("good")
+    (tmp_path / "link").symlink_to("link")
+    for name in ("manifest.json", "stats.json", "LOCK"):
+        folder = copied(f"pipe-{name}")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    endless = copied("endless") / "stats.json"
+    endless.unlink()
+    endless.symlink_to("/dev/zero")
+    manifests = {"deep": "[" * 100_000, "list": '{"starts": [1], "identity": {"model": "x"}}'}
+    for name, text in manifests.items():
+        (copied(name) / "manifest.json").write_text(text)
+    part = next((copied("other") / "trajectories").iterdir())
+    pq.write_table(pa.table({"a": [1]}), part)
+    with serving(tmp_path) as server:
+        states = {row["run"]: row["state"] for row in server.get("runs")["runs"]}
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        for name in states:
+            for path in ("run", "units", "groups"):
+                answer = server.ask(f"/api/{path}?run={name}", bearer)
+                assert name != "good" or answer.status == 200
+                assert answer.status == 200 or answer.json()["error"]
+    pipes = [name for name in states if name.startswith(("pipe", "endless"))]
+    assert {states[name] for name in pipes} == {"damaged"}
+    assert (len(pipes), states["good"]) == (4, "finished")
+    command = [COMMAND, "diff", str(tmp_path / "good"), str(tmp_path / "other")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr

@@ -220,6 +220,7 @@ class TrajectoryQueue:
             self._db.execute("DELETE FROM groups WHERE id IS NOT ?", (state.latest,))
             self._db.execute("UPDATE groups SET batch = 0, rank = 0")
             self._queue, self._buffers, self._waiting = [], {}, []
+            self._unsent.clear()
 
     def take(self, key: str | None) -> Handout:
         """Hand out a batch. The same key gets the same batch again, while it is kept."""
@@ -260,8 +261,12 @@ class TrajectoryQueue:
     def put_back(self, batch: int) -> None:
         """Take back a batch that could not be sent: it is the next one."""
         with self._transaction():
-            self._db.execute("UPDATE batches SET sent = ? WHERE id = ?", (_WAITING, batch))
-            self._waiting.insert(len(self._waiting) if self.exact else 0, batch)
+            taken = self._db.execute(
+                "UPDATE batches SET sent = ? WHERE id = ? AND sent = ?",
+                (_WAITING, batch, _HANDED_OUT),
+            )
+            if taken.rowcount:  # else a reset or another trainer came in between
+                self._waiting.insert(len(self._waiting) if self.exact else 0, batch)
 
     # The environments.
 

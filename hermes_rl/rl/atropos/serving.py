@@ -66,6 +66,11 @@ class _Gone(Exception):
     """The API does not know this environment (any more)."""
 
 
+class _Arrived(Exception):
+    """The API has a group of this key, sent under another id or with other options: its reply was
+    lost in a kill of this program."""
+
+
 class ApiClient:
     """An environment's connection to a trajectory API. It waits for an API that is not there.
 
@@ -157,6 +162,8 @@ class ApiClient:
                 else:
                     await self.request("POST", "/scored_data_list", listed, key)
                 return
+            except _Arrived:
+                return
             except _Gone:
                 await self.register_again(listed[0]["env_id"])
 
@@ -210,11 +217,13 @@ class ApiClient:
             wait = min(2 * wait, LONGEST_WAIT_S)
 
     def _check(self, path: str, status: int, text: str) -> None:
-        """Raises: UserError, _Gone."""
+        """Raises: UserError, _Gone, _Arrived."""
         if path == "/status-env" and status in (404, 500):  # the original answers 500
             raise _Gone
         if status == 422 and "no environment" in text:
             raise _Gone
+        if status == 422 and path.startswith("/scored_data") and "Idempotency-Key was used" in text:
+            raise _Arrived
         if status in (401, 403):
             raise UserError(f"{self._shown}: {status}. Name its token with --api-token-env")
         if 400 <= status < 500 and status not in (408, 429):
