@@ -190,8 +190,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def is_own_name(host: str, more: Iterable[str] = ()) -> bool:
-    """Whether a Host header has a name of this machine, or an address: no site can own one.
+def is_local_name(host: str, more: Iterable[str] = ()) -> bool:
+    """Whether a Host header has a name of this machine, or an address: no site can have one.
 
     Args:
         more: further names of this machine.

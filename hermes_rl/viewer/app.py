@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from hermes_rl.errors import HermesError, StoreError, UserError
-from hermes_rl.network import is_own_name
+from hermes_rl.network import is_local_name
 from hermes_rl.viewer.compare import diff_attempts, diff_runs
 from hermes_rl.viewer.folder import RunFolder
 
@@ -65,7 +65,7 @@ def make_app(folder: RunFolder, token: str, port: int, names: tuple[str, ...] = 
         parsed = parse_qs(scope["query_string"].decode("latin-1"))
         query = {name: values[-1] for name, values in parsed.items()}
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
-        if not is_own_name(headers.get("host", ""), names):
+        if not is_local_name(headers.get("host", ""), names):
             return PlainTextResponse("this host name is not allowed: hermes-rl view --host", 421)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only GET", 405)

@@ -307,8 +307,8 @@ def test_a_foreign_name_that_resolves_to_this_machine_is_refused(api: Api, host:
     """A browser sends no Origin and no Sec-Fetch-Site with it."""
     ready(api)
     assert api.send(call("GET", "/reset_data"), Host=host)[0] == 403
-    for own in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
-        assert api.send(call("GET", "/status"), Host=own)[0] == 200
+    for name in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert api.send(call("GET", "/status"), Host=name)[0] == 200
 
 
 def test_bodies_are_bounded_also_when_inflated(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from hermes_rl.errors import UserError
-from hermes_rl.network import is_loopback, is_own_name
+from hermes_rl.network import is_local_name, is_loopback
 from hermes_rl.rl.atropos.queue import (
     ApiLimits,
     NewGroup,
@@ -206,15 +206,15 @@ class Gate:
         elif self.options.profile != "exact" and (
             b"origin" in headers
             or headers.get(b"sec-fetch-site", b"none") != b"none"
-            or not self._is_ours(headers.get(b"host", b"").decode("latin-1"))
+            or not self._allows_host(headers.get(b"host", b"").decode("latin-1"))
         ):
             return PlainTextResponse("requests of web pages are refused\n", 403)
         return None
 
-    def _is_ours(self, host: str) -> bool:
+    def _allows_host(self, host: str) -> bool:
         """Whether a Host header is fine. A foreign site can make its name resolve to this machine;
         its requests then have neither Origin nor Sec-Fetch-Site."""
-        return not is_loopback(self.options.host) or is_own_name(host)
+        return not is_loopback(self.options.host) or is_local_name(host)
 
     async def _read(self, receive: Any, compressed: bool) -> bytes:
         """Raises: ValueError with status and text."""
