@@ -194,3 +194,17 @@ def test_events_are_parsed_for_any_chunking(data, newline, size):
 
 def test_data_lines_of_one_event_are_joined():
     assert EventReader().feed(b"data: a\ndata:b\n\n") == [b"a\nb"]
+
+
+@pytest.mark.parametrize(
+    ("named", "known"), [((3, 3), "3"), ((3, 4), None), ((None, 4), "4"), ((0, 0), "0")]
+)
+def test_a_stream_that_names_several_policy_versions_has_none(named, known):
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": "a"}}], "policy_version": version}
+        for version in named
+    ]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    body = b"".join(b"data: %s\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+    answer = decode(body + b"data: [DONE]\n\n", stream=True)
+    assert answer.policy_version == known

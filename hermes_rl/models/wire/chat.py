@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -312,7 +313,8 @@ def _completion(
     """
     message, reason = _read_message(form, context.salt), _finish_reason(form, finish_reason)
     tokens = _read_tokens(envelope, choice)
-    envelope.policy_version = envelope.policy_version or envelope.version("weight_version")
+    if envelope.policy_version is None:
+        envelope.policy_version = envelope.version("weight_version")
     return context.completion(envelope, message, reason, read_chat_usage, tokens)
 
 
@@ -323,6 +325,7 @@ class _StreamDecoder(EventDecoder):
         super().__init__(context)
         self._envelope = _Envelope()
         self._streamed_choice = _StreamedChoice()
+        self._versions: set[str] = set()
 
     @property
     def in_call(self) -> bool:
@@ -334,7 +337,11 @@ class _StreamDecoder(EventDecoder):
         if not self.done and choice_so_far.finish_reason is None:
             raise self._context.truncated_error()
         form, choice = choice_so_far.message(), choice_so_far.choice()
-        return _completion(self._context, self._envelope, form, choice_so_far.finish_reason, choice)
+        finish_reason = choice_so_far.finish_reason
+        answer = _completion(self._context, self._envelope, form, finish_reason, choice)
+        if len(self._versions) > 1:  # the weights changed, and no token names its version
+            return replace(answer, policy_version=None)
+        return answer
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:
@@ -345,7 +352,11 @@ class _StreamDecoder(EventDecoder):
         envelope.id = envelope.id or chunk.id
         envelope.model = envelope.model or chunk.model
         envelope.prompt_token_ids = envelope.prompt_token_ids or chunk.prompt_token_ids
-        envelope.policy_version = chunk.policy_version or envelope.policy_version
+        if chunk.policy_version is None:
+            chunk.policy_version = chunk.version("weight_version")
+        if chunk.policy_version is not None:
+            envelope.policy_version = chunk.policy_version
+            self._versions.add(str(chunk.policy_version))
         envelope.metadata = chunk.metadata or envelope.metadata
         if bytes(chunk.usage) not in (b"null", b"{}"):
             # Some servers send running totals: the last object counts. The copy releases the
