@@ -45,6 +45,8 @@ class _Evaluation:
     tasks: int
     about: dict[str, Any]
     """Of the benchmark: its version and the published figure."""
+    prefix: str = ""
+    """Of its files: a rescore leaves those of the evaluation alone."""
     configs: dict[str, RunConfig] = field(default_factory=dict)
     """Model -> its run."""
 
@@ -90,7 +92,7 @@ def _prepare(values: dict[str, Any]) -> _Evaluation:
         raise UserError("no model. Name one or more: hermes-rl eval humaneval --model local")
     evaluation = _evaluation(values, data)
     for model in dict.fromkeys(models):
-        name = f"{Path(stored).resolve().name}-rescored" if stored else model
+        name = evaluation.prefix.rstrip(".") or model
         set_key(data, "model.name", model)
         set_key(data, "run.out", str(evaluation.root / file_name(name)))
         evaluation.configs[name] = parse_config(data, "eval", written)
@@ -105,6 +107,9 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     from hermes_rl.sources import mapped_rows
 
     target, limit = values["target"], values["limit"]
+    for option in ("limit", "width"):
+        if values[option] is not None and not values[option] > 0:
+            raise UserError(f"--{option} must be above 0")
     columns = run.parse_column_map(values["columns"])
     name = file_name(Path(target).stem)
     root = Path(values["out"] or f"runs/eval-{name}")
@@ -123,18 +128,34 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
         agent.setdefault("system_prompt", "")
     else:
         rows = list(mapped_rows(target, columns=columns))
+    prefix = ""
     if values["rescore"]:
+        prefix = f"{Path(values['rescore']).resolve().name}-rescored."
         rows = list(_with_stored_answers(rows, Path(values["rescore"])))
         data.setdefault("agent", {})["toolsets"] = ["none"]
     chosen = list(islice(shuffled(rows), limit))
     if not chosen:
         raise UserError(f"{target}: no rows to evaluate. Check the file, or --limit")
     root.mkdir(parents=True, exist_ok=True)
-    path = root / "tasks.jsonl"
-    text = "".join(json.dumps(row, default=str) + "\n" for row in chosen)
-    path.write_text(text, encoding="utf-8")
+    path = root / f"{prefix}tasks.jsonl"
+    _write_tasks(path, [json.dumps(row, default=str) + "\n" for row in chosen])
     set_key(data, "dataset.path", str(path))
-    return _Evaluation(name, root, len(chosen), about)
+    return _Evaluation(name, root, len(chosen), about, prefix)
+
+
+def _write_tasks(path: Path, lines: list[str]) -> None:
+    """Write the tasks, to which more may have been added. Raises: UserError when one that may have
+    been evaluated is changed or absent: its old result would be in the score."""
+    if path.exists():
+        old = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if gone := len(set(old) - set(lines)):
+            raise UserError(
+                f"{path.parent}: {gone} of its {len(old)} tasks are changed or no longer chosen, "
+                "and would count in the score. Choose another folder: --out DIR"
+            )
+    new = path.with_suffix(".new")
+    new.write_text("".join(lines), encoding="utf-8")
+    new.replace(path)  # a half-written file would look like other tasks
 
 
 def _with_stored_answers(rows: list[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
@@ -248,7 +269,8 @@ def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
         ],
     }
     text = json.dumps(result, indent=2)
-    (evaluation.root / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    path = evaluation.root / f"{evaluation.prefix}evaluation.json"
+    path.write_text(text + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
         return

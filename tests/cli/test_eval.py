@@ -92,6 +92,37 @@ def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path, base_url: st
     assert set(run.calls["model"]) == {"oracle"}
 
 
+def test_results_of_changed_tasks_are_in_no_score(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"t{n}", "prompt": f"What is {n}?", "oracle": f"Answer: {n}"}
+        | {"score": {"type": "number", "target": n}}
+        for n in range(1, 5)
+    ]
+    write_rows(tmp_path / "d.jsonl", *rows)
+    command = ("eval", "d.jsonl", "--model", "oracle", "--workers", "0", "--toolsets", "none")
+    done = run_cli(*command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    kept = (tmp_path / "runs/eval-d/evaluation.json").read_text()
+    tasks = (tmp_path / "runs/eval-d/tasks.jsonl").read_text()
+
+    rescored = run_cli("eval", "d.jsonl", "--rescore", "runs/eval-d/oracle", cwd=tmp_path)
+    assert rescored.code == 0, rescored.err
+    assert (tmp_path / "runs/eval-d/evaluation.json").read_text() == kept
+    assert (tmp_path / "runs/eval-d/tasks.jsonl").read_text() == tasks
+
+    write_rows(tmp_path / "d.jsonl", {**rows[0], "prompt": "Edited"}, *rows[1:])
+    refused = run_cli(*command, cwd=tmp_path)
+    assert refused.code == 2, refused.err
+    assert "1 of its 4 tasks are changed or no longer chosen" in refused.err
+    assert "--out DIR" in refused.err
+
+    write_rows(tmp_path / "d.jsonl", *rows, {**rows[0], "id": "more", "prompt": "More"})
+    grown = run_cli(*command, "--json", cwd=tmp_path)
+    assert grown.json()["models"]["oracle"]["tasks"] == 5
+    assert run_cli(*command, "--limit", "-1", cwd=tmp_path).code == 2
+    assert run_cli(*command, "--width", "0", cwd=tmp_path).code == 2
+
+
 HUMANEVAL = {
     "task_id": "HumanEval/900",
     "prompt": 'def twice(x):\n    return 2 * x\n\n\ndef four(x):\n    """4x"""\n',
