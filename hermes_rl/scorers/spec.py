@@ -75,8 +75,11 @@ def _is_schema(value: Any) -> bool:
 
 
 def _is_scores(value: Any) -> bool:
-    """Whether it maps at least two verdicts to scores."""
-    return isinstance(value, Mapping) and len(value) > 1 and all(map(_is_number, value.values()))
+    """Whether it maps at least two verdicts, which differ by more than case, to scores."""
+    if not isinstance(value, Mapping) or not all(map(_is_number, value.values())):
+        return False
+    names = {str(name).casefold() for name in value} - {"no_commitment"}  # a judge's own verdict
+    return len(value) > 1 and len(names) == len(value)
 
 
 def _is_flag(value: Any) -> bool:
@@ -130,7 +133,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "judge": {
         "rubric": Option(_is_text, "text", True),
         "target": Option(_is_text, "text"),
-        "scores": Option(_is_scores, "an object of verdicts and scores"),
+        "scores": Option(
+            _is_scores, "an object of two or more different verdicts and their scores"
+        ),
     },
     "python": {
         "function": Option(_is_text, "the name of a function", True),
@@ -170,7 +175,7 @@ def _parse(form: Any, where: str) -> Scorer:
     # Parquet gives every object of a column all keys.
     fields = {str(k): v for k, v in form.items() if v is not None}
     kind = fields.get("type")
-    if kind not in OPTIONS:
+    if not isinstance(kind, str) or kind not in OPTIONS:
         raise TaskFault(f"'{where}.type' is {kind!r} (known: {', '.join(OPTIONS)})")
     name, weight = fields.get("name", kind), fields.get("weight", 1.0)
     if not _is_text(name):

@@ -117,8 +117,8 @@ def test_results_of_changed_tasks_are_in_no_score(tmp_path: Path) -> None:
     assert "--out DIR" in refused.err
 
     write_rows(tmp_path / "d.jsonl", *rows, {**rows[0], "id": "more", "prompt": "More"})
-    grown = run_cli(*command, "--json", cwd=tmp_path)
-    assert grown.json()["models"]["oracle"]["tasks"] == 5
+    larger = run_cli(*command, "--json", cwd=tmp_path)
+    assert larger.json()["models"]["oracle"]["tasks"] == 5
     assert run_cli(*command, "--limit", "-1", cwd=tmp_path).code == 2
     assert run_cli(*command, "--width", "0", cwd=tmp_path).code == 2
 

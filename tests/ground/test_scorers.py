@@ -228,9 +228,12 @@ def test_a_tolerance_is_the_decimal_number_that_was_written() -> None:
     [
         {"type": "number", "target": 10**400},
         {"type": "number", "target": 1, "weight": 10**400},
+        {"type": ["number"], "target": 1},
+        {"type": "judge", "rubric": "Good?", "scores": {"yes": 1, "Yes": 0}},
+        {"type": "judge", "rubric": "Good?", "scores": {"no_commitment": 1, "no": 0}},
         {"type": "choice", "target": "29", "choices": [str(n) for n in range(30)]},
     ],
 )
-def test_numbers_beyond_floats_and_too_many_choices_are_refused(form: dict[str, Any]) -> None:
-    with pytest.raises(TaskFault, match="must be"):
+def test_odd_scorers_are_refused_in_one_line(form: dict[str, Any]) -> None:
+    with pytest.raises(TaskFault, match=r"must be|score\.type"):
         parse_scores(form)
