@@ -31,8 +31,9 @@ _Config = Annotated[
 
 @app.command("list")
 def list_sandboxes(state: _State = None, hosts: _Hosts = None, config: _Config = None) -> int:
-    """Print each worker, whether it lives, and its sandboxes; and containers of modal, if you are
-    logged in there.
+    """Print each worker, whether it lives, and its sandboxes.
+
+    Containers of modal are included if you are logged in there.
 
     \b
     hermes-rl sandboxes list

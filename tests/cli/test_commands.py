@@ -62,7 +62,7 @@ def test_shell_completion_of_commands_and_options(tmp_path: Path) -> None:
         env = {"_HERMES_RL_COMPLETE": "complete_bash", **arguments}
         return run_cli(cwd=tmp_path, env=env).out.split()
 
-    assert completed("hermes-rl r") == ["run"]
+    assert completed("hermes-rl ru") == ["run"]
     assert completed("hermes-rl run --wor") == ["--workers"]
     assert {"list", "process", "evaluate"} <= set(completed("hermes-rl env "))
     script = run_cli("--show-completion", "bash", cwd=tmp_path)

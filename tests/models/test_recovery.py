@@ -48,7 +48,7 @@ class Plan:
 
     def sent(self, max_tokens=None, prompt="hi", *, exact=False):
         request = self.kit.request(prompt, sampling=Sampling(max_tokens=max_tokens), exact=exact)
-        return self.call.adapt_request(request)
+        return self.call.adapt_request(request, lambda request: 11, imposed=False)
 
     def failure(self, error, *, now=0.0, answered=None, routes=False, rotated=False, **request):
         client = SimpleNamespace(bound=lambda request: 11)

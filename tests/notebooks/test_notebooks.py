@@ -157,8 +157,8 @@ async def test_notebooks_use_existing_runs(tmp_path: Path) -> None:
     assert "content_filter" in shown(look)
     text = printed(compared)
     assert "demo-rehearsal: solved 33%" in text
-    assert "demo less demo-rehearsal: +44% (95 % interval +11% to +78%) over 9 common" in text
-    assert "4 tasks differ, too few for a verdict" in text
+    assert "demo less demo-rehearsal: +44% (95 % interval +4% to +85%) over 9 common" in text
+    assert "no difference shown (p = 0.12, sign flips)" in text
     assert figures(compared) == 3
     bounds = shown(compared).splitlines()[-2:]
     assert [float(text) for text in bounds[0].split()[1:]] == [18, 2, 0.3, 0.4]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
+    from hermes_rl.models.providers.listing import list_models, read_windows
     from hermes_rl.models.providers.preflight import (
         check_endpoints,
         embedded_clients,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
         EndpointReport,
         Probe,
         ProbeCall,
-        list_models,
-        read_windows,
     )
     from hermes_rl.models.providers.routing import (
         Keys,

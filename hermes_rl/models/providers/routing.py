@@ -32,8 +32,8 @@ from hermes_rl.models.calls import Account, KeyPool, Route
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.key_command import KeyCommand, RenewableKey
+from hermes_rl.models.providers.listing import read_windows
 from hermes_rl.models.providers.prices import PriceTable, price_table, read_price
-from hermes_rl.models.providers.probe import read_windows
 from hermes_rl.models.providers.table import Place, Provider, known_providers, resolve
 from hermes_rl.models.rate import Share
 from hermes_rl.models.wire import UNSUPPORTED_SAMPLING, Quirks, refuse_reserved_fields
