@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hermes_rl.rl.advantages import EPSILON, dr_grpo, grpo, mean, rloo, std
     from hermes_rl.rl.atropos.delivery import rescale
     from hermes_rl.rl.atropos.packing import Packable, fill_group, form_batch
-    from hermes_rl.rl.atropos.queue import ApiLimits
+    from hermes_rl.rl.atropos.queue import ApiLimits, NewGroup, TrajectoryQueue
     from hermes_rl.rl.atropos.server import ApiOptions, run_api
     from hermes_rl.rl.atropos.serving import ServeOptions, serve_groups
     from hermes_rl.rl.context import Grading, RolloutContext, ScriptResult

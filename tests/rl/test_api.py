@@ -21,7 +21,7 @@ import pytest
 from api_kit import PROGRAM, Api
 from atropos_requests import Call, call, environment, trainer
 
-from hermes_rl.rl.atropos import NewGroup, TrajectoryQueue
+from hermes_rl.rl import NewGroup, TrajectoryQueue
 
 
 def eventually(condition: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """The models that an endpoint lists, and their context windows.
 
-Each run asks for them, so that nothing of exact tokens is imported here.
+Each run asks for them, so this module imports no part of exact tokens.
 """
 
 from __future__ import annotations

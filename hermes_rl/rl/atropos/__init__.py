@@ -1,5 +1,1 @@
 """The wire of Atropos 0.4.0 (docs/atropos.md). Its public names are in `hermes_rl.rl`."""
-
-from hermes_rl.rl.atropos.queue import NewGroup, TrajectoryQueue
-
-__all__ = ["NewGroup", "TrajectoryQueue"]
