@@ -85,7 +85,8 @@ async def test_groups_of_old_weights_meet_their_policy(lab: Lab, name: Any) -> N
     if name == "pace":
         arrived = tasks_by_arrival(truth, lab, groups)
         first = max(n for n, task in enumerate(arrived) if task in ("n0", "n1"))
-        assert first < min(n for n, task in enumerate(arrived) if task in ("n2", "n3"))
+        # n2 may start before the update, in the place of a short rollout. n3 cannot.
+        assert first < arrived.index("n3")
     tokens = [
         (version, trained)
         for group in groups
