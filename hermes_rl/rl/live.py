@@ -360,6 +360,8 @@ def rollouts(
     waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
     if waiting < 0:
         raise UserError("ahead must be at least 0")
+    if resume_step is not None and (type(resume_step) is not int or resume_step < 0):
+        raise UserError(f"resume_step: {resume_step!r} is not a step: a whole number from 0")
     old = staleness or Staleness("none")
     options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step, old)
     return RolloutStream(parsed, options)

@@ -432,6 +432,8 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
         ({"group_size": 0}, "'dataset.repeats' must be 1 or more"),
         ({"advantage": "x"}, "is not one of grpo, rloo, dr_grpo"),
         ({"ahead": -1}, "ahead must be at least 0"),
+        ({"resume_step": -5}, "resume_step: -5 is not a step"),
+        ({"resume_step": "a"}, "resume_step: 'a' is not a step"),
         ({"config": {"runn": 1}}, "unknown key 'runn'"),
     ],
 )
