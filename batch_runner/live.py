@@ -26,7 +26,7 @@ from batch_runner.report import Stop
 from batch_runner.settings import Settings
 from hermes_rl.errors import HermesError, cause_of
 from hermes_rl.identity import group_id, trajectory_id, unit_id
-from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.models.rate import Coordinator, Orders, Share
 from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.rl import (
@@ -170,7 +170,7 @@ class GroupSource(RunSource):
 
     async def next(self) -> WorkItem | None:
         """See `RunSource`."""
-        self._live.obey_pauses()
+        self._live.pass_on_orders()
         while self.stop is None:
             if not self._live.options.policy.paused:
                 item = self._due_retry() or self._live.take()
@@ -287,8 +287,8 @@ class LiveGroups:
             self._writer: DerivedWriter = await self._stack.enter_async_context(writer)
             policy = self.options.policy
             policy.listeners.append(wake)
-            policy.holds.append(self._holds)
-            self._stack.callback(policy.holds.remove, self._holds)
+            policy.behind.append(self._behind)
+            self._stack.callback(policy.behind.remove, self._behind)
             self._stack.callback(policy.listeners.remove, wake)
             self._stack.callback(self._rows.close)
             if state.reopened:
@@ -310,15 +310,17 @@ class LiveGroups:
         self._changed.set()
         await self._left.wait()
 
-    def obey_pauses(self) -> None:
-        """Let no call of the policy start while it is paused."""
+    def pass_on_orders(self) -> None:
+        """Tell the workers of pauses and new weights."""
         policy, coordinator = self.options.policy, self._coordinator()
         if coordinator is not None:
-            coordinator.is_paused = lambda model: policy.paused and model == policy.model
+            coordinator.orders = lambda model: (
+                Orders(policy.paused, policy.announced) if model == policy.model else Orders()
+            )
 
-    def _holds(self) -> bool:
+    def _behind(self) -> list[str]:
         coordinator = self._coordinator()
-        return coordinator is None or coordinator.holds(self.options.policy.model)
+        return [] if coordinator is None else coordinator.behind(self.options.policy.model)
 
     def leave(self) -> None:
         """The consumer leaves: running rollouts are cancelled, and their groups stay open."""

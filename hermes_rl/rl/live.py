@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from typing import Any, Literal, Protocol, Self, get_args
 from hermes_rl.aio import LoopThread
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.models.rate import Announced
 from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.record import Segment
 from hermes_rl.rl.environment import EnvConfig, Environment
@@ -32,6 +35,9 @@ from hermes_rl.rl.staleness import Staleness
 Advantage = Literal["grpo", "rloo", "dr_grpo"]
 _RUNNER = "batch_runner"
 _HOLD_S = 0.01
+WARN_S = 3.0
+"""Seconds after which `pause` names the workers that it waits for."""
+_log = logging.getLogger(__name__)
 
 
 class RolloutsStopped(HermesError):
@@ -66,13 +72,24 @@ class Policy:
         self.paused = False
         self.listeners: list[Callable[[], None]] = []
         """Called after each change, on the thread of the change."""
-        self.holds: list[Callable[[], bool]] = []
-        """Each returns whether the workers of a run obey a pause."""
+        self.behind: list[Callable[[], list[str]]] = []
+        """Each returns the workers of a run that do not obey yet."""
+        self.announced = Announced(version=None if version is None else str(version))
+        """What the workers are told of the weights."""
 
     async def set_version(self, version: int) -> None:
-        """Note the version of the sampler's weights. Versions of tokens come from its responses."""
+        """Note the version of the weights that the sampler has now: call it after they are loaded.
+
+        Tokens have the version that the engine names. It is certain for a whole answer only if this
+        one, or an earlier answer, named it before the request. An engine that names none is
+        believed to have this one, if it was set in a pause; in a pause it is set when all workers
+        know of it.
+        """
         self.version = version
+        self.announced = Announced(version=str(version), complete=self.paused)
         self._notify()
+        if self.paused:
+            await self._obeyed("set_version")
 
     async def pause(self) -> None:
         """Start no model calls and no further rollouts, for example while weights are loaded.
@@ -82,9 +99,17 @@ class Policy:
         """
         self.paused = True
         self._notify()
-        while self.paused:  # workers report several times a second
-            if all(holds() for holds in self.holds):
-                return
+        await self._obeyed("pause")
+
+    async def _obeyed(self, what: str) -> None:
+        """Return when all workers obey: they report several times a second. One that is silent for
+        its lease (30 s) is replaced; until then it is waited for."""
+        began, warned = time.monotonic(), False
+        while self.paused and (names := [name for one in self.behind for name in one()]):
+            if not warned and time.monotonic() - began > WARN_S:
+                warned = True
+                shown = ", ".join(sorted(set(names)))
+                _log.warning("policy.%s waits for workers that do not report: %s", what, shown)
             await asyncio.sleep(_HOLD_S)
 
     async def resume(self) -> None:

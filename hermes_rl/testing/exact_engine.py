@@ -105,6 +105,8 @@ class ExactConfig:
     """Tokens of prompt and answer together."""
     version: str | None = None
     """Of the weights."""
+    version_by: Literal["token", "answer", "none"] = "token"
+    """What answers name: the versions of their tokens; the one at their end; none at all."""
     faults: FaultPlan = field(default_factory=FaultPlan)
     latency_s: float = 0.0
     """Duration of each answer."""
@@ -225,7 +227,7 @@ class ExactEngine(Server):
         """Send an answer with its tokens so far."""
         what, versions = generation.what, tuple(generation.spans)
         answer, job = (
-            replace(what.answer, versions=versions, version=self.running.version),
+            replace(what.answer, versions=versions, version=self._named_version()),
             what.job,
         )
         if how != "complete":
@@ -241,6 +243,9 @@ class ExactEngine(Server):
         if how == "close":
             job = msgspec.structs.replace(job, fault="reset")
         self._send(what.connection, job, answer, what.wire)
+
+    def _named_version(self) -> str | None:
+        return None if self.config.version_by == "none" else self.running.version
 
     def _answer(
         self, request: EngineRequest, job: Truth, wire: Wire
@@ -258,7 +263,8 @@ class ExactEngine(Server):
             kind=self.config.logprobs,
             request_id=job.request_id,
             cached=self._remember(prompt, sampled.ids),
-            version=self.running.version,
+            version=self._named_version(),
+            by_token=self.config.version_by == "token",
             spelling=self.config.chat_ids,
         )
         if wire.name != CHAT or self._chat is None:

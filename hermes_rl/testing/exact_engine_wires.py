@@ -159,6 +159,8 @@ class EngineAnswer:
     cached: int
     version: str | None
     """When the answer ended."""
+    by_token: bool = True
+    """It also names the versions of the tokens."""
     spelling: str = "vllm"
     """The engine whose field names a chat answer uses for ids."""
     message: Json = field(default_factory=dict)
@@ -203,7 +205,7 @@ class EngineAnswer:
             yield "length", output
         elif stop_id is not None:
             yield "matched", stop_id
-        if self.version is not None:
+        if self.version is not None and self.by_token:
             starts = (0, *(end for _, end in self.versions))
             yield (
                 "weight_versions",

@@ -1,12 +1,11 @@
 """Groups older than the trainer's weights: the table of the policies, and what a trainer gets."""
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from runs import Lab
-from test_weight_updates import TALK, make_engine, open_stream, policy_at
+from test_weight_updates import TALK, make_engine, open_stream, policy_at, until
 
 from hermes_rl.errors import UserError
 from hermes_rl.rl import STALENESS, LiveGroup, Staleness, compare_delivered
@@ -34,15 +33,6 @@ def test_each_policy_does_what_the_table_says(policy: Any, event: Any, max_lag: 
 def test_wrong_limits_are_refused(wrong: tuple[Any, int]) -> None:
     with pytest.raises(UserError, match="staleness"):
         Staleness(*wrong)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(60):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 def tasks_by_arrival(truth: Iterable[Truth], lab: Lab, groups: Iterable[LiveGroup]) -> list[str]:

@@ -36,6 +36,7 @@ from hermes_rl.models.base import (
     ModelClient,
     ModelRequest,
     Sampling,
+    VersionSpan,
 )
 from hermes_rl.models.calls.recovery import (
     Account,
@@ -456,6 +457,8 @@ class Attempts:
     ) -> Completion:
         """Send and record the end."""
         end = partial(self._end, sending, reservation, self._clock.monotonic())
+        weights = sending.account.traffic.weights
+        mark = weights.mark()
         try:
             answer = await sending.account.client.complete(sending.request)
         except asyncio.CancelledError:
@@ -476,6 +479,14 @@ class Attempts:
         if slot is not None:
             slot.report(withheld, answer.usage, answer.rate_limit)
         sending.account.traffic.note_answer(self._clock.monotonic())
+        tokens = answer.tokens
+        if tokens is None or not tokens.versions:
+            version, count = weights.version_of(mark, answer.policy_version), 0
+            if tokens is not None and (count := len(tokens.completion_ids or ())):
+                known = replace(tokens, versions=(VersionSpan(version, count),))
+                answer = replace(answer, tokens=known)
+        else:
+            weights.see(tokens.versions[-1].version)
         self._keep_tokens(sending, answer)
         end("cut" if isinstance(withheld, ModelAborted) else "ok", answer=answer, error=withheld)
         if withheld is not None:

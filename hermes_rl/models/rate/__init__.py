@@ -48,10 +48,17 @@ if TYPE_CHECKING:
         model_budget,
         model_of,
     )
-    from hermes_rl.models.rate.coordinator import Coordinator, LaneSummary, Summary, divide_slots
+    from hermes_rl.models.rate.coordinator import (
+        Coordinator,
+        LaneSummary,
+        Orders,
+        Summary,
+        divide_slots,
+    )
     from hermes_rl.models.rate.headers import KINDS, Quota, read_quotas, seconds_until_reset
     from hermes_rl.models.rate.ledger import CALLS, Costs, units_allowed_to_spend
     from hermes_rl.models.rate.limiter import (
+        Announced,
         Cooldown,
         Cooldowns,
         LaneGrant,

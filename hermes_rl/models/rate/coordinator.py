@@ -15,7 +15,7 @@ import msgspec
 from hermes_rl.models.rate.adaptive import AdaptiveRate, Change, Rates
 from hermes_rl.models.rate.headers import Kind
 from hermes_rl.models.rate.ledger import Ledger
-from hermes_rl.models.rate.limiter import LaneGrant, LaneReport, Unanswered
+from hermes_rl.models.rate.limiter import Announced, LaneGrant, LaneReport, Unanswered
 from hermes_rl.models.rate.share import Cooldowns, Grant, Report
 
 STOPPED_S = 2.0
@@ -75,6 +75,15 @@ class Summary:
     """By budget, earlier starts and leases of lost workers included."""
 
 
+@dataclass(frozen=True)
+class Orders:
+    """What a trainer wants of the workers that call a model."""
+
+    paused: bool = False
+    """No request may start."""
+    weights: Announced | None = None
+
+
 @dataclass
 class _WorkerShare:
     """One worker's part of a lane."""
@@ -83,8 +92,10 @@ class _WorkerShare:
     reported_at: float = 0.0
     answered_at: float | None = None
     slots: int = 0
-    held: bool = False
-    """It obeys a grant without slots."""
+    granted: Orders | None = None
+    """The orders of its last grant."""
+    obeys: Orders | None = None
+    """Those that it has taken."""
     out: int = 0
     """Slots that it may be using: before a grant arrives it uses the previous one."""
     served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
@@ -115,7 +126,7 @@ class _Lane:
         part = self.parts.setdefault(worker, _WorkerShare(report))
         part.report, part.reported_at = report, now
         part.out = max(part.slots, report.events.running)
-        part.held = part.slots == 0  # it has taken the last grant
+        part.obeys = part.granted  # it has taken the last grant
         if report.answered_s is not None:
             part.answered_at = now - report.answered_s
         for name in self.counts:
@@ -127,9 +138,10 @@ class _Lane:
         running = sum(p.report.events.running for p in self.parts.values())
         self.rate.update(msgspec.structs.replace(report.events, running=running), now)
 
-    def grant(self, worker: str, now: float, *, paused: bool = False) -> LaneGrant:
+    def grant(self, worker: str, now: float, orders: Orders = Orders()) -> LaneGrant:
         """Return a worker's grant; in a pause no request may start."""
-        part, limit = self.parts[worker], 0 if paused else self.rate.concurrency.limit
+        part, limit = self.parts[worker], 0 if orders.paused else self.rate.concurrency.limit
+        part.granted = orders
         shares = divide_slots(limit, {n: p.report.demand for n, p in self.parts.items()}, int(now))
         others = [p for name, p in self.parts.items() if name != worker]
         part.slots = max(0, min(shares[worker], limit - sum(p.out for p in others)))
@@ -143,6 +155,7 @@ class _Lane:
             capacity={kind: bucket.capacity for kind, bucket in buckets.items()},
             per_s={kind: bucket.per_s / len(self.parts) for kind, bucket in buckets.items()},
             answered_s=None if answered is None else now - answered,
+            weights=orders.weights,
         )
 
     def _withdraw(self, kind: Kind, part: _WorkerShare, now: float) -> float:
@@ -227,8 +240,8 @@ class Coordinator:
             for name, limit in budgets.items()
         }
         self._lanes: dict[str, _Lane] = {}
-        self.is_paused: Callable[[str], bool] = lambda model: False
-        """Whether no request to a model may start; asked for each grant."""
+        self.orders: Callable[[str], Orders] = lambda model: Orders()
+        """What a trainer wants of a model's workers; asked for each grant."""
         self._clock, self._cooldowns = clock, Cooldowns(unix)
         self._make_rate: Callable[[], AdaptiveRate] = lambda: AdaptiveRate(
             maximum, clock(), start=start, rates=rates
@@ -253,16 +266,17 @@ class Coordinator:
             self.remove(report.worker)
             return Grant()
         lanes = [
-            lane.grant(report.worker, now, paused=self.is_paused(lane.model))
+            lane.grant(report.worker, now, self.orders(lane.model))
             for lane in (self._lanes[lane_report.lane] for lane_report in report.lanes)
         ]
         leases = (self.ledgers[lease.budget].grant(report.worker) for lease in report.leases)
         return Grant(lanes=tuple(lanes), leases=tuple(leases), cooldowns=self._cooldowns.current())
 
-    def holds(self, model: str) -> bool:
-        """Return whether all workers know that no request to a paused model may start."""
-        lanes = (lane for lane in [*self._lanes.values()] if lane.model == model)
-        return all(part.held for lane in lanes for part in [*lane.parts.values()])
+    def behind(self, model: str) -> list[str]:
+        """Return the workers that do not obey the present orders for a model yet."""
+        lanes = [lane for lane in [*self._lanes.values()] if lane.model == model]
+        parts = [part for lane in lanes for part in [*lane.parts.items()]]
+        return [worker for worker, part in parts if part.obeys != self.orders(model)]
 
     def remove(self, worker: str) -> None:
         """Remove a worker: its slots are free, and its leases count as spent."""

@@ -56,6 +56,14 @@ ON_THE_WAY_S = 5.0
 reported."""
 
 
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer says of a model's weights."""
+
+    version: str | None = None
+    complete: bool = False
+    """It was said in a pause: no request that started before had these weights at its end only."""
+
+
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
     """What happened on one lane (endpoint, account and model) at a worker since its last report."""
 
@@ -90,6 +98,8 @@ class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
     """Average refill rate of the worker's share."""
     answered_s: float | None = None
     """Seconds since another worker was last answered."""
+    weights: Announced | None = None
+    """What the trainer says of the model's weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +264,8 @@ class Limiter:
         """Obey a grant from now on."""
         now = self._clock()
         self._slots, self._per_s = grant.slots, grant.per_s
+        if grant.weights is not None:
+            self.traffic.weights.take(grant.weights)
         if grant.answered_s is not None:
             self.answered_at = now - grant.answered_s - ON_THE_WAY_S
         for kind in self._buckets.by_kind.keys() - grant.balance.keys():
@@ -357,6 +369,47 @@ class Unanswered(msgspec.Struct, frozen=True, kw_only=True):
     """The endpoint has responded, so `endpoint.outage_seconds` applies."""
 
 
+class Weights:
+    """Which weights answered, as far as it is known.
+
+    An engine that names one version for a whole answer may have changed its weights within. So the
+    name counts for all tokens only if the same version was the last one seen before the request,
+    and no other was seen until the answer.
+    """
+
+    def __init__(self) -> None:
+        self._seen: str | None = None
+        self._changes = 0
+        self._announced = Announced()
+
+    def mark(self) -> tuple[str | None, int]:
+        """Return what is known when a request starts, for `version_of`."""
+        return self._seen, self._changes
+
+    def see(self, version: str | None) -> None:
+        """Note the version of an answer's last token."""
+        if version is not None and version != self._seen:
+            self._seen, self._changes = version, self._changes + 1
+
+    def take(self, announced: Announced) -> None:
+        """Note what the trainer says."""
+        if announced != self._announced:
+            self._announced = announced
+            self._changes += 1
+            self._seen = announced.version or self._seen
+
+    def version_of(self, mark: tuple[str | None, int], named: str | None) -> str | None:
+        """Return the version of all tokens of an answer; None if it is not certain.
+
+        Args:
+            named: what the answer says; None leaves it to the trainer's word.
+        """
+        self.see(named)
+        word = self._announced.version if self._announced.complete else None
+        version = word if named is None else named
+        return version if mark == (version, self._changes) else None
+
+
 class Traffic:
     """What the calls of a process observe at one endpoint, account and model. Times are monotonic,
     in seconds."""
@@ -370,6 +423,7 @@ class Traffic:
     """Equals 500 calls."""
 
     def __init__(self) -> None:
+        self.weights = Weights()
         self.answered_at: float | None = None
         """When it last gave a complete answer."""
         self.alive = False
