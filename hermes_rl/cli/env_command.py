@@ -230,7 +230,7 @@ def _serve(config: RunConfig, values: dict[str, Any]) -> int:
     import json
 
     from hermes_rl.aio import run_sync
-    from hermes_rl.rl import ServeOptions, serve_groups
+    from hermes_rl.rl import ServeOptions, Staleness, serve_groups
 
     def notify(text: str) -> None:
         print(json.dumps({"event": "note", "text": text}) if as_json else text, flush=True)
@@ -239,7 +239,9 @@ def _serve(config: RunConfig, values: dict[str, Any]) -> int:
     if variable is not None and not os.environ.get(variable):
         raise UserError(f"{variable} is not set. Set it to the token of the API")
     names = ["forks", "weight", "min_batch_allocation", "max_batches_ahead"]
+    lag = values["max_lag"]
     options = ServeOptions(
+        staleness=Staleness(values["staleness"] or "none", 1 if lag is None else lag),
         url=values["api"] or "http://127.0.0.1:8000",
         token=None if variable is None else os.environ[variable].strip(),
         messages=values["api_messages"],

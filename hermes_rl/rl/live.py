@@ -77,16 +77,19 @@ class Policy:
         self.announced = Announced(version=None if version is None else str(version))
         """What the workers are told of the weights."""
 
-    async def set_version(self, version: int) -> None:
+    async def set_version(self, version: int, *, in_pause: bool = True) -> None:
         """Note the version of the weights that the sampler has now: call it after they are loaded.
 
         Tokens have the version that the engine names. It is certain for a whole answer only if this
         one, or an earlier answer, named it before the request. An engine that names none is
         believed to have this one, if it was set in a pause; in a pause it is set when all workers
         know of it.
+
+        Args:
+            in_pause: False if a pause is not the trainer's: the weights came at another time.
         """
         self.version = version
-        self.announced = Announced(version=str(version), complete=self.paused)
+        self.announced = Announced(version=str(version), complete=self.paused and in_pause)
         self._notify()
         if self.paused:
             await self._obeyed("set_version")

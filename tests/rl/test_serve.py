@@ -270,6 +270,37 @@ async def test_the_queue_bounds_how_far_an_environment_runs_ahead(lab: Lab, tmp_
             assert process.returncode == 0
 
 
+async def test_groups_older_than_the_version_that_the_trainer_posts_are_withheld(
+    lab: Lab, tmp_path: Path
+) -> None:
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api)
+            assert api.get("/policy_version") == {"version": None}
+            process = await serve(lab, engine, api, "--staleness", "withhold", "--max-lag", "1")
+            await learner.take(2)
+            assert api.post("/policy_version", {"version": -1})[0] == 422
+            assert api.post("/policy_version", {"version": 9})[0] == 200
+            api.kill()
+            api.start()
+            assert api.get("/policy_version") == {"version": 9}
+
+            def old(reasons: Any) -> bool:
+                return "stale: version 7 at version 9, max_lag 1" in list(reasons)
+
+            async with asyncio.timeout(60):
+                while not old(load_run(lab.out).deliveries["reason"]):
+                    await asyncio.sleep(0.2)
+            engine.running.set_version("9")
+
+            def fresh(group: Any) -> int:
+                return int(group["generation_params"]["policy_version_min"] == 9)
+
+            await learner.take(2, fresh)
+            process.send_signal(signal.SIGINT)
+            await finish(process)
+
+
 async def test_ctrl_c_leaves_the_api(lab: Lab, tmp_path: Path) -> None:
     async with engine_at(lab, "chatml") as engine:
         with Api(tmp_path) as api:

@@ -113,6 +113,8 @@ class State(msgspec.Struct):
     envs: list[Registration] = []
     latest: int | None = None
     """Id of the last queued group."""
+    policy_version: int | None = None
+    """Of the weights, as the trainer says."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class TrajectoryQueue:
                 raise Refusal(422, "batch_size must be at least 1")
             if self.exact and state.open:
                 return
-            state.open = True
+            state.open, state.policy_version = True, None
             state.started = state.started is True and not self.exact
             state.group, state.project = wanted["wandb_group"], wanted["wandb_project"]
             state.step = wanted["starting_step"]
@@ -203,6 +205,11 @@ class TrajectoryQueue:
                     (_WAITING, _HANDED_OUT),
                 )
                 self._waiting = self._waiting_batches()
+
+    def set_policy_version(self, version: int) -> None:
+        """Note the version of the weights that the trainer has loaded."""
+        with self._transaction() as state:
+            state.policy_version = version
 
     def reset(self) -> None:
         """Forget the trainer, all groups and, in the exact profile, the environments."""
@@ -356,6 +363,11 @@ class TrajectoryQueue:
         """`/wandb_info`."""
         with self._lock:
             return {"group": self._state.group, "project": self._state.project}
+
+    def policy_version(self) -> Reply:
+        """The version of the trainer's weights."""
+        with self._lock:
+            return {"version": self._state.policy_version}
 
     def status(self) -> Reply:
         """`/status`."""

@@ -70,6 +70,12 @@ class EnvironmentInfo(BaseModel):
     min_batch_allocation: Finite | None = None
 
 
+class PolicyVersion(BaseModel):
+    """Body of a POST to `/policy_version`; not part of Atropos."""
+
+    version: Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
 class EnvironmentId(BaseModel):
     """Body of `/disconnect-env` and, on a GET, of `/status-env`."""
 
@@ -262,6 +268,8 @@ def _make_app(queue: TrajectoryQueue, options: ApiOptions) -> FastAPI:
     for method, path in ROUTES:
         endpoint = getattr(routes, path[1:].replace("-", "_") or "root")
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    noted = routes.set_policy_version
+    app.add_api_route("/policy_version", noted, methods=["POST"], response_model=None)
     return app
 
 
@@ -324,6 +332,15 @@ class Routes:
         """Return what a batch is."""
         return await run_in_threadpool(self.queue.info)
 
+    async def set_policy_version(self, policy: PolicyVersion) -> Reply:
+        """Note the version of the weights that the trainer has loaded."""
+        await run_in_threadpool(self.queue.set_policy_version, policy.version)
+        return {"status": "success"}
+
+    async def policy_version(self) -> Reply:
+        """Return the version that the trainer noted."""
+        return await run_in_threadpool(self.queue.policy_version)
+
     async def status(self) -> Reply:
         """Return step and queue size."""
         return await run_in_threadpool(self.queue.status)
@@ -382,6 +399,7 @@ ROUTES = [("POST", f"/{name}") for name in ["register", "register-env", "disconn
 ROUTES += [("POST", f"/{name}") for name in ["scored_data", "scored_data_list"]]
 ROUTES += [("GET", f"/{name}") for name in ["", "batch", "latest_example", "wandb_info", "info"]]
 ROUTES += [("GET", f"/{name}") for name in ["status", "status-env", "reset_data", "metrics"]]
+ROUTES += [("GET", "/policy_version")]
 """Method and path of each endpoint."""
 
 

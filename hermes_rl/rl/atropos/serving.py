@@ -27,6 +27,7 @@ from hermes_rl.rl.atropos.delivery import CHOICES, CannotSend, Forks, Wire, scor
 from hermes_rl.rl.live import LiveOptions, Policy, RolloutStream
 from hermes_rl.rl.loading import settle_env
 from hermes_rl.rl.selection import Selection
+from hermes_rl.rl.staleness import Staleness
 
 POLL_S = 1.0
 """Between two requests for the status."""
@@ -51,6 +52,8 @@ class ServeOptions:
     messages: bool = False
     keep_equal: bool = False
     """Send groups of equal rewards, whose advantages are all 0."""
+    staleness: Staleness | None = None
+    """Of groups that are older than the version that the trainer notes."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class ApiClient:
         self._shown = _without_password(self._url)
         self.env_id: int | None = None
         self.batch_size, self.max_token_len, self.num_steps, self.step = -1, -1, -1, 0
-        self._lock = asyncio.Lock()
+        self._lock, self._versions = asyncio.Lock(), True
 
     async def register(self) -> dict[str, Any]:
         """Wait for a trainer, then register; returns the reply. Raises: UserError when the API
@@ -144,6 +147,17 @@ class ApiClient:
         wanted = int(self.batch_size * share) * ahead // size - status["queue_size"]
         least = math.ceil(minimum * self.batch_size * ahead / size) - status["self_queue_size"]
         return wanted > 0 or (minimum > 0 and least > 0)
+
+    async def policy_version(self) -> int | None:
+        """Return the version of the weights that the trainer noted; None if it notes none, or the
+        API is that of Atropos."""
+        if not self._versions:
+            return None
+        try:
+            return (await self.request("GET", "/policy_version"))["version"]
+        except UserError:
+            self._versions = False
+            return None
 
     async def wait_for_capacity(self) -> None:
         """Return once a group may be sent."""
@@ -255,7 +269,9 @@ async def serve_groups(
     selection = Selection(min_valid=whole, refill=size, drop_equal=not options.keep_equal)
     policy = Policy(model=config.model.name)
     ahead = max(2, 2 * -(-(config.run.concurrency or 64) // size))
-    stream = RolloutStream(config, LiveOptions(policy, selection, "grpo", ahead, None))
+    stream = RolloutStream(
+        config, LiveOptions(policy, selection, "grpo", ahead, None, options.staleness)
+    )
     timeout = aiohttp.ClientTimeout(total=300, sock_connect=10)
     async with stream, aiohttp.ClientSession(timeout=timeout) as session:
         _check_tokens(stream, options.forks)
@@ -317,6 +333,9 @@ async def _pace(client: ApiClient, policy: Policy) -> None:
         free = await client.has_capacity()
         if free == policy.paused:
             await (policy.resume() if free else policy.pause())
+        version = await client.policy_version()
+        if version is not None and version != policy.version:
+            await policy.set_version(version, in_pause=False)
         if 0 < client.num_steps <= client.step:
             return
         await asyncio.sleep(POLL_S)
