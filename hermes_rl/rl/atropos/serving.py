@@ -154,10 +154,10 @@ class ApiClient:
         if not self._versions:
             return None
         try:
-            return (await self.request("GET", "/policy_version"))["version"]
+            version: int | None = (await self.request("GET", "/policy_version"))["version"]
         except UserError:
-            self._versions = False
-            return None
+            self._versions, version = False, None
+        return version
 
     async def wait_for_capacity(self) -> None:
         """Return once a group may be sent."""
@@ -270,7 +270,8 @@ async def serve_groups(
     policy = Policy(model=config.model.name)
     ahead = max(2, 2 * -(-(config.run.concurrency or 64) // size))
     stream = RolloutStream(
-        config, LiveOptions(policy, selection, "grpo", ahead, None, options.staleness)
+        config,
+        LiveOptions(policy, selection, "grpo", ahead, None, options.staleness or Staleness("none")),
     )
     timeout = aiohttp.ClientTimeout(total=300, sock_connect=10)
     async with stream, aiohttp.ClientSession(timeout=timeout) as session:
