@@ -75,7 +75,7 @@ class Policy:
         self.behind: list[Callable[[], list[str]]] = []
         """Each returns the workers of a run that do not obey yet."""
         self.announced = Announced(version=None if version is None else str(version))
-        """What the workers are told of the weights."""
+        """What the workers know of the weights."""
 
     async def set_version(self, version: int, *, in_pause: bool = True) -> None:
         """Note the version of the weights that the sampler has now: call it after they are loaded.

@@ -61,7 +61,7 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str | None = None
     complete: bool = False
-    """It was said in a pause: no request that started before had these weights at its end only."""
+    """It was announced in a pause: no request started with the earlier weights since they ended."""
 
 
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -402,11 +402,11 @@ class Weights:
         """Return the version of all tokens of an answer; None if it is not certain.
 
         Args:
-            named: what the answer says; None leaves it to the trainer's word.
+            named: what the answer says; None leaves it to what the trainer announced.
         """
         self.see(named)
-        word = self._announced.version if self._announced.complete else None
-        version = word if named is None else named
+        announced = self._announced.version if self._announced.complete else None
+        version = announced if named is None else named
         return version if mark == (version, self._changes) else None
 
 
