@@ -30,6 +30,7 @@ from batch_runner.worker import (
     raise_exchange_error,
 )
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.input_errors import unknown
 from hermes_rl.models.rate import Coordinator, Grant, Report, decode_grant, decode_report, encode
 from hermes_rl.ports import WorkItem
 from hermes_rl.sandboxes import processes
@@ -44,6 +45,8 @@ NAMESPACE = "hermes_rl"
 
 START_S = 120.0
 """Time after which a cluster is assumed to have no resources for a worker."""
+INSTALL_S = 900.0
+"""The same where nodes first install packages or unpack folders (`run.runtime_env`)."""
 
 GATHER_S = 0.01
 """Receipts that arrive within this time of the first are sent together."""
@@ -73,12 +76,20 @@ def open_pool(
 
     Args:
         spec: of every worker, without number and capacity.
+
+    Raises: UserError when Ray cannot be reached or started, or has no such runtime environment.
     """
+    wanted = settings.config.run.runtime_env
     if settings.workers:
+        _check_runtime_env(wanted)
         with connect_ray(settings.workers) as watchdog:
-            pool = RayPool(spec, settings.workers, coordinator, watchdog, settings.keys)
+            if watchdog is None:  # an existing Ray, without this setting
+                wanted = {**wanted, "env_vars": {**KEEP_CHILDREN, **wanted.get("env_vars", {})}}
+            pool = RayPool(spec, settings.workers, coordinator, watchdog, wanted, settings.keys)
             yield pool.start
         return
+    if wanted:
+        raise UserError("'run.runtime_env' is for Ray workers, and --workers 0 has none")
 
     async def start(worker: int, capacity: int) -> Worker:
         worker_spec = msgspec.structs.replace(spec, worker=worker, capacity=capacity)
@@ -233,6 +244,8 @@ class RayPool:
     """Of the run's rates and budgets."""
     watchdog: Watchdog | None
     """Ends the processes of a local cluster when the driver is killed."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Of the actors, for Ray."""
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     """API keys by variable: workers of a cluster do not have this process's environment."""
 
@@ -254,13 +267,14 @@ class RayPool:
     async def _open(self, actor: Any, spec: WorkerSpec) -> Started:
         from ray.exceptions import RayError
 
+        patience = START_S if self.runtime_env.keys() <= {"env_vars"} else INSTALL_S
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(patience):
                 answer = await actor.start.remote(encode(spec), dict(self.keys))
                 return msgspec.msgpack.decode(answer, type=Started)
         except TimeoutError:
             raise UserError(
-                f"Ray did not start worker {spec.worker} within {START_S:g} s: the cluster has no "
+                f"Ray did not start worker {spec.worker} within {patience:g} s: the cluster has no "
                 "memory. Add a node, or use --workers 0"
             ) from None
         except RayError as error:
@@ -280,8 +294,8 @@ class RayPool:
             "max_task_retries": 0,
             "scheduling_strategy": _strategy(worker),
         }
-        if self.watchdog is None:  # an existing Ray, without this setting
-            options["runtime_env"] = {"env_vars": KEEP_CHILDREN}
+        if self.runtime_env:
+            options["runtime_env"] = dict(self.runtime_env)
         return ray.remote(WorkerActor).options(**options).remote()
 
     def _check(self, spec: WorkerSpec, started: Started) -> None:
@@ -292,6 +306,20 @@ class RayPool:
         if fault is not None:
             here = os.uname().nodename == started.host
             raise UserError(fault if here else f"worker on {started.host}: {fault}")
+
+
+def _check_runtime_env(wanted: Mapping[str, Any]) -> None:
+    """Raises: UserError."""
+    if not wanted:
+        return
+    from ray.runtime_env import RuntimeEnv
+
+    for key in wanted.keys() - RuntimeEnv.known_fields:
+        raise UserError(unknown("key of 'run.runtime_env'", key, RuntimeEnv.known_fields))
+    try:
+        RuntimeEnv(**wanted)
+    except Exception as error:  # Ray raises bare exceptions, too
+        raise UserError(f"'run.runtime_env': {_first_line(error)}") from None
 
 
 def _strategy(worker: int) -> Any:

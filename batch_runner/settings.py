@@ -154,7 +154,7 @@ def resolve_settings(config: RunConfig) -> Settings:
 
 def may_be_small(settings: Settings) -> bool:
     """Whether the number of units decides between this process and Ray."""
-    cluster = bool(os.environ.get("RAY_ADDRESS"))
+    cluster = bool(os.environ.get("RAY_ADDRESS") or settings.config.run.runtime_env)
     return settings.workers is None and settings.concurrency <= SMALL_CONCURRENCY and not cluster
 
 

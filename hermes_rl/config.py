@@ -393,6 +393,8 @@ class RunSection(Section):
     with messages and results."""
     lease_s: Seconds = 30.0
     """How long a worker runs without a message from its driver."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's runtime environment of the workers (`env_vars`, `pip`, `working_dir`, ...)."""
 
 
 class RunConfig(Section):

@@ -80,3 +80,38 @@ async def test_workers_share_the_cooldown_of_a_refused_key(
     assert len(set(writers)) == 2, "both units ran at one worker"
     assert outcomes[0][0] == "refused"
     assert [outcome for outcome, _ in outcomes].count("refused") == 1, outcomes
+
+
+async def test_workers_have_the_runtime_environment_of_the_run(
+    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
+) -> None:
+    """`--workers auto` takes Ray for it, although the run is small."""
+    (tmp_path / "marks.py").write_text(
+        "import os\n\ndef mark(answer, row):\n    return os.environ.get('WORKER_MARK') == 'here'\n"
+    )
+    rows = [{"prompt": 'x\nSCRIPT: ["done"]', "score": {"type": "python", "function": "mark"}}]
+    more = (
+        *("--set", f"scoring.functions.mark={tmp_path}/marks.py:mark"),
+        *("--set", "run.runtime_env={env_vars: {WORKER_MARK: here}}"),
+    )
+    run = await kit.finish_run(*kit.run_arguments(tmp_path, rows, server, *more), env=cluster)
+    assert run.report()["mean_reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("workers", "wanted", "words"),
+    [
+        ("0", "{env_vars: {A: b}}", "'run.runtime_env' is for Ray workers"),
+        ("1", "{env_var: {A: b}}", "(did you mean 'env_vars'?)"),
+        ("1", "{env_vars: {A: 1}}", "'run.runtime_env': runtime_env['env_vars'] must be of type"),
+    ],
+)
+async def test_wrong_runtime_environments_are_refused_before_ray_starts(
+    tmp_path: Path, server: FakeServer, workers: str, wanted: str, words: str
+) -> None:
+    more = ("--workers", workers, "--set", f"run.runtime_env={wanted}")
+    run = await kit.finish_run(
+        *kit.run_arguments(tmp_path, [kit.make_task(1)], server, *more), code=2
+    )
+    assert words in run.errors
+    assert not server.entries

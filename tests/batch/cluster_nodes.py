@@ -1,0 +1,193 @@
+"""A Ray cluster of three nodes with addresses of their own, and a run on it that loses two of them.
+
+    unshare -Urmnpu --fork --kill-child --mount-proc python cluster_nodes.py FOLDER
+
+Each node is a network and UTS namespace behind one bridge: the head with zero CPUs, `node1` and
+`node2`. While the run of `FOLDER/tasks.jsonl` goes on, `node1` is cut off for longer than a lease
+and comes back; later `node2` loses its raylet to SIGKILL. Prints what happened as JSON; all
+processes end with this one, which is process 1 of a namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hermes_rl.testing import FakeConfig, FakeServer
+
+HEAD = "10.77.0.1"
+PORT = 6379
+LEASE_S = 6
+WAIT_S = 240.0
+"""For one step of the scenario, on a machine that is far slower than this one."""
+RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
+SMALL = ("--object-store-memory", str(80 * 2**20), "--disable-usage-stats", "--block")
+
+
+def call(line: str) -> None:
+    subprocess.run(line.split(), check=True)
+
+
+class Node:
+    """A machine: its namespaces are held by a process that sleeps."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.name = f"node{number}"
+        self.log = folder / f"{self.name}.log"
+        hold = f"hostname {self.name}; ip link set lo up; echo ready; exec sleep 3600"
+        self._holder = subprocess.Popen(
+            ["unshare", "-nu", "sh", "-c", hold], stdout=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "ready\n"
+        self._link = f"veth{number}"
+        self.address = f"10.77.0.{10 + number}"
+        pid = self._holder.pid
+        call(f"ip link add {self._link} type veth peer name eth0 netns {pid}")
+        call(f"ip link set {self._link} master bridge0 up")
+        call(f"nsenter -t {pid} -n ip address add {self.address}/24 dev eth0")
+        call(f"nsenter -t {pid} -n ip link set eth0 up")
+        call(f"nsenter -t {pid} -n ip route add default via {HEAD}")
+        start = (*RAY, "--address", f"{HEAD}:{PORT}", "--node-ip-address", self.address)
+        inside = ("nsenter", "-t", str(pid), "-n", "-u", *start, "--num-cpus", "1", *SMALL)
+        start_ray(inside, self.log)
+
+    def connect(self, on: bool) -> None:
+        """Plug its cable in, or pull it."""
+        call(f"ip link set {self._link} {'up' if on else 'down'}")
+
+    def raylet(self) -> int:
+        """The process id of its raylet."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            wanted = f"--node_ip_address={self.address}".encode()
+            if words[0].endswith(b"/raylet") and wanted in words:
+                return int(entry.name)
+        raise AssertionError(f"{self.name} has no raylet: {self.log.read_text()[-2000:]}")
+
+
+def start_ray(line: tuple[str, ...], log: Path) -> None:
+    """Raises: AssertionError when Ray ends, or has not started after `WAIT_S`."""
+    end = time.monotonic() + WAIT_S
+    process = subprocess.Popen(line, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    while "Ray runtime started" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.2)
+
+
+async def forward(port: int) -> asyncio.Server:
+    """Make a server of this machine's loopback reachable for the nodes."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    return await asyncio.start_server(connected, HEAD, port)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Raises: AssertionError after `WAIT_S`."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.2)
+
+
+def workers(out: Path) -> dict[str, str]:
+    """Journals of workers -> the machine that made them, also of those that have ended."""
+    found = {}
+    for alive in out.glob("journal/*/alive"):
+        if text := alive.read_text():
+            found[alive.parent.name] = json.loads(text)["host"]
+    return found
+
+
+async def play(folder: Path) -> dict[str, Any]:
+    """The scenario."""
+    nodes = [Node(number, folder) for number in (1, 2)]
+    out, log = folder / "run", (folder / "run.log").open("w")
+    seen: dict[str, str] = {}
+    async with FakeServer(FakeConfig(latency_s=0.3)) as server:
+        await forward(server.port)
+        tasks, url = str(folder / "tasks.jsonl"), f"http://{HEAD}:{server.port}/v1"
+        run = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "batch_runner", tasks, "--out", str(out), "--json"),
+            *("--model", "fake", "--base-url", url, "--sandbox", "none", "--allow-unsandboxed"),
+            *("--workers", "2", "--concurrency", "4", "--set", f"run.lease_s={LEASE_S}"),
+            *("--api-key-env", "FAKE_KEY"),
+            env=os.environ | {"RAY_ADDRESS": f"{HEAD}:{PORT}", "FAKE_KEY": "not-a-secret"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+        def hosts() -> set[str]:
+            seen.update(workers(out))
+            return set(seen.values())
+
+        def ended() -> bool:
+            hosts()
+            return run.returncode is not None
+
+        def lines(word: str) -> int:
+            return Path(log.name).read_text().count(word)
+
+        await until(lambda: ended() or len(hosts()) == 2, "workers on both nodes")
+        await until(lambda: ended() or lines('"attempt"') >= 8, "finished attempts")
+        nodes[0].connect(False)
+        await until(lambda: ended() or lines("was lost") >= 1, "the worker of node1 is lost")
+        nodes[0].connect(True)
+        before = lines('"attempt"')
+        await until(lambda: ended() or lines('"attempt"') >= before + 8, "attempts go on")
+        os.kill(nodes[1].raylet(), signal.SIGKILL)
+        await until(ended, "the end of the run")
+        log.close()
+        return {
+            "exit_code": run.returncode,
+            "hosts": sorted(set(seen.values())),
+            "workers": len(seen),
+            "requests": len(server.entries),
+            "output": Path(log.name).read_text()[-6000:],
+        }
+
+
+def main() -> None:
+    """See the module."""
+    folder = Path(sys.argv[1]).resolve()
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    call("mount -t tmpfs tmpfs /run")  # for Ray: paths of sockets are short
+    call("ip link set lo up")
+    call("ip link add bridge0 type bridge")
+    call(f"ip address add {HEAD}/24 dev bridge0")
+    call("ip link set bridge0 up")
+    head = (*RAY, "--head", "--node-ip-address", HEAD, "--port", str(PORT), "--num-cpus", "0")
+    call("hostname head")
+    line = (*head, "--include-dashboard", "false", "--temp-dir", "/run/ray", *SMALL)
+    start_ray(line, folder / "head.log")
+    print(json.dumps(asyncio.run(play(folder))))
+
+
+if __name__ == "__main__":
+    main()
