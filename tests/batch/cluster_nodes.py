@@ -3,7 +3,7 @@
     unshare -Urmnpu --fork --kill-child --mount-proc python cluster_nodes.py FOLDER
 
 Each node is a network and UTS namespace behind one bridge: the head with zero CPUs, `node1` and
-`node2`. While the run of `FOLDER/tasks.jsonl` goes on, `node1` is cut off for longer than a lease
+`node2`. During the run of `FOLDER/tasks.jsonl`, `node1` is cut off for longer than a lease
 and comes back; later `node2` loses its raylet to SIGKILL. Prints what happened as JSON; all
 processes end with this one, which is process 1 of a namespace.
 """
@@ -69,11 +69,11 @@ class Node:
         """The process id of its raylet."""
         for entry in Path("/proc").glob("[0-9]*"):
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
             wanted = f"--node_ip_address={self.address}".encode()
-            if words[0].endswith(b"/raylet") and wanted in words:
+            if arguments[0].endswith(b"/raylet") and wanted in arguments:
                 return int(entry.name)
         raise AssertionError(f"{self.name} has no raylet: {self.log.read_text()[-2000:]}")
 
@@ -151,8 +151,8 @@ async def play(folder: Path) -> dict[str, Any]:
             hosts()
             return run.returncode is not None
 
-        def lines(word: str) -> int:
-            return Path(log.name).read_text().count(word)
+        def lines(text: str) -> int:
+            return Path(log.name).read_text().count(text)
 
         await until(lambda: ended() or len(hosts()) == 2, "workers on both nodes")
         await until(lambda: ended() or lines('"attempt"') >= 8, "finished attempts")
@@ -160,7 +160,7 @@ async def play(folder: Path) -> dict[str, Any]:
         await until(lambda: ended() or lines("was lost") >= 1, "the worker of node1 is lost")
         nodes[0].connect(True)
         before = lines('"attempt"')
-        await until(lambda: ended() or lines('"attempt"') >= before + 8, "attempts go on")
+        await until(lambda: ended() or lines('"attempt"') >= before + 8, "more attempts")
         os.kill(nodes[1].raylet(), signal.SIGKILL)
         await until(ended, "the end of the run")
         log.close()

@@ -35,7 +35,7 @@ async def test_the_command_of_a_recipe_is_accepted(
     (arguments,) = commands(name)
     dataset, out = arguments[0], arguments[arguments.index("--out") + 1]
     here = kit.write_rows(tmp_path / "tasks.jsonl", [kit.make_task(1)])
-    line = [str(here) if word == dataset else word for word in arguments]
+    line = [str(here) if text == dataset else text for text in arguments]
     line[line.index(out)] = str(tmp_path / "run")
     await kit.finish_run(*line, "--base-url", server.base_url, "--dry-run")
     assert not (tmp_path / "run").exists()

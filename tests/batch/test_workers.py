@@ -99,7 +99,7 @@ async def test_workers_have_the_runtime_environment_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("workers", "wanted", "words"),
+    ("workers", "wanted", "error"),
     [
         ("0", "{env_vars: {A: b}}", "'run.runtime_env' is for Ray workers"),
         ("1", "{env_var: {A: b}}", "(did you mean 'env_vars'?)"),
@@ -107,11 +107,11 @@ async def test_workers_have_the_runtime_environment_of_the_run(
     ],
 )
 async def test_wrong_runtime_environments_are_refused_before_ray_starts(
-    tmp_path: Path, server: FakeServer, workers: str, wanted: str, words: str
+    tmp_path: Path, server: FakeServer, workers: str, wanted: str, error: str
 ) -> None:
     more = ("--workers", workers, "--set", f"run.runtime_env={wanted}")
     run = await kit.finish_run(
         *kit.run_arguments(tmp_path, [kit.make_task(1)], server, *more), code=2
     )
-    assert words in run.errors
+    assert error in run.errors
     assert not server.entries
