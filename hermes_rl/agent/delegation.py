@@ -56,6 +56,8 @@ SUMMARY_CHARS = 24_000
 """Characters of a sub-agent's answer that its parent reads."""
 BLOCKED = ("clarify", "memory")
 """Tools that a sub-agent never has."""
+BLOCKED_TOOLSETS = ("browser",)
+"""Nor the tools of these: a sandbox can run one browser."""
 STOP_S = 0.7
 """How long a sub-agent that is interrupted may take to record its end."""
 _COUNT = "delegated"
@@ -243,7 +245,11 @@ class Children:
         run, parent, made = self._run, self._run.parts, self._with
         policy, depth = parent.policy, made.depth + 1
         blocked = BLOCKED if depth < policy.child_depth else (*BLOCKED, DELEGATE_TASK)
-        tools = {name: tool for name, tool in parent.tools.items() if name not in blocked}
+        tools = {
+            name: tool
+            for name, tool in parent.tools.items()
+            if name not in blocked and tool.toolset not in BLOCKED_TOOLSETS
+        }
         shared = policy.children_share_turns
         most = policy.child_turns
         if parent.limits.max_turns is not None:

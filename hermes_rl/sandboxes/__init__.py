@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Connection,
         GradingResult,
         GradingSpec,
+        Process,
         Sandbox,
         SandboxBackend,
         SandboxLimits,

@@ -24,11 +24,14 @@ PAUSE_S = 0.02
 class BackgroundProcess:
     """One of them (see `base.Process`)."""
 
-    def __init__(self, shell: Shell, number: int, end: Callable[[int], None]) -> None:
+    def __init__(
+        self, shell: Shell, number: int, end: Callable[[int], None], *, lossless: bool = False
+    ) -> None:
         self.pid = 0
         self._shell = shell
         self._number = number
         self._end = end
+        self._lossless = lossless
         self._code: int | None = None
         self._done = asyncio.Event()
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -65,11 +68,17 @@ class BackgroundProcess:
     def _pump(self) -> None:
         """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
         before = self._output.total
-        self._pipe.read_into(self._output, CHUNK)
+        self._take_output(CHUNK)
         if self._output.total == before and self._done.is_set():
             self.close()
         if self._in >= 0:
             self._loop.call_later(PAUSE_S, self._pump)
+
+    def _take_output(self, most: int) -> None:
+        """Take up to `most` bytes; of a lossless process no more than are kept."""
+        if self._lossless:
+            most = min(most, KEPT - CHUNK - self._output.total)
+        self._pipe.read_into(self._output, most)
 
     async def poll(self) -> int | None:
         """Exit code, or None while it runs."""
@@ -90,7 +99,7 @@ class BackgroundProcess:
 
     async def read(self) -> bytes:
         """Output since the last read."""
-        self._pipe.read_into(self._output, 16 * CHUNK)
+        self._take_output(16 * CHUNK)
         output, self._output = self._output, HeadTail(KEPT)
         return b"".join(output.parts())
 
@@ -130,7 +139,12 @@ class Background:
         process.take(kind, value)
 
     async def start(
-        self, text: bytes, end: Callable[[int], None], session: ShellSession | None = None
+        self,
+        text: bytes,
+        end: Callable[[int], None],
+        session: ShellSession | None = None,
+        *,
+        lossless: bool = False,
     ) -> BackgroundProcess:
         """Start one in the session's present state. Raises: ShellLost."""
         self._shell.check_control()
@@ -139,7 +153,9 @@ class Background:
         command = self._shell.paths.control / f"p{number}.cmd"
         command.write_bytes(text)
         command.chmod(0o644)
-        process = self._processes[number] = BackgroundProcess(self._shell, number, end)
+        process = self._processes[number] = BackgroundProcess(
+            self._shell, number, end, lossless=lossless
+        )
         await self._shell.background(number, process.started, session)
         return process
 

@@ -220,8 +220,14 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
-        """Start a background process in the session's environment."""
+    async def start_process(
+        self, command: str, *, cwd: str | None = None, lossless: bool = False
+    ) -> Process:
+        """Start a background process in the session's environment.
+
+        Args:
+            lossless: it waits while its output is not read, instead of losing the middle of it.
+        """
         ...
 
     async def read_file(self, path: str) -> bytes:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import resource
 import select
 import shutil
 import signal
@@ -380,9 +381,13 @@ async def confined(
     """
 
     def confine() -> None:
+        pids = (outer.init, outer.supervisor())
         for path in make_groups(held, name, most, groups):
-            for pid in (outer.init, outer.supervisor()):
+            for pid in pids:
                 limits.add(path, pid)
+        if not held:  # then nobody may raise it: see `recipe.command`
+            for pid in pids:
+                resource.prlimit(pid, resource.RLIMIT_AS, (most.memory_bytes, most.memory_bytes))
 
     outer.attach()
     if groups.base:

@@ -299,7 +299,9 @@ class Bubblewrap(HostBackend):
             limits=spec.limits,
             network=spec.network is True,
             workspace=lease.bound,
-            command=recipe.command(spec.limits, *lease.supervisor),
+            command=recipe.command(
+                spec.limits, *lease.supervisor, counted=bool(self._cgroups.base)
+            ),
         )
 
     async def _starter(self, lease: Lease) -> Zygote | None:

@@ -326,7 +326,9 @@ def _links() -> list[str]:
     return found
 
 
-def command(limits: SandboxLimits, script: str, *arguments: str) -> list[str]:
+def command(
+    limits: SandboxLimits, script: str, *arguments: str, counted: bool = False
+) -> list[str]:
     """A command that runs `script` in a bash of its own, process 2 of the sandbox.
 
     Process 1 is a bash that bounds itself, starts the script and ends with it, and bubblewrap
@@ -337,8 +339,13 @@ def command(limits: SandboxLimits, script: str, *arguments: str) -> list[str]:
     Args:
         script: a file of the control directory, as the sandbox sees it.
         arguments: of the script; the last one names the lease to the reaper.
+        counted: a control group limits the memory, so a program that reserves much more than it
+            uses, such as a browser, may raise the limit of its address space.
     """
-    init = f"ulimit {' '.join(ulimits(limits))} || exit 125; {START_SCRIPT}"
+    *bounds, memory = ulimits(limits)
+    soft = "-S " if counted else ""
+    bound = f"ulimit {' '.join(bounds[:-1])} && ulimit {soft}-v {memory} || exit 125"
+    init = f"{bound}; {START_SCRIPT}"
     return ["bash", "--norc", "--noprofile", "-c", init, script, *arguments]
 
 
@@ -349,8 +356,8 @@ START_SCRIPT = """trap '' HUP INT QUIT TERM USR1 USR2; . "$0" <&0 & exec <&- >&-
 def ulimits(limits: SandboxLimits) -> list[str]:
     """Arguments of bash's `ulimit`."""
     return [
-        *("-u", str(limits.processes), "-v", str(limits.memory_bytes >> 10)),
-        *("-f", str(limits.file_bytes >> 10), "-n", str(OPEN_FILES), "-c", "0"),
+        *("-u", str(limits.processes), "-f", str(limits.file_bytes >> 10)),
+        *("-n", str(OPEN_FILES), "-c", "0", "-v", str(limits.memory_bytes >> 10)),
     ]
 
 

@@ -496,9 +496,12 @@ class RemoteSandbox:
         folders = {"workspace": self.workspace, "scratch": self.scratch}
         return RemoteSandbox(self._link, number, self.info, folders)
 
-    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
+    async def start_process(
+        self, command: str, *, cwd: str | None = None, lossless: bool = False
+    ) -> Process:
         """See `base.Sandbox.start_process`."""
-        found, _ = await self.call("start_process", {"command": command, "cwd": cwd})
+        args = {"command": command, "cwd": cwd, "lossless": lossless}
+        found, _ = await self.call("start_process", args)
         return RemoteProcess(self, found["process"], found["pid"])
 
     async def read_file(self, path: str) -> bytes:

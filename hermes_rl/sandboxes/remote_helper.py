@@ -247,7 +247,9 @@ class Helper:
 
     async def start_process(self, args: Header, payload: Payload) -> Result:
         """See `Sandbox.start_process`."""
-        process = await self._sandbox(args).start_process(args["command"], cwd=args["cwd"])
+        process = await self._sandbox(args).start_process(
+            args["command"], cwd=args["cwd"], lossless=args["lossless"]
+        )
         processes = self._leased[args["sandbox"]].processes
         number = len(processes)
         processes[number] = process

@@ -239,7 +239,12 @@ class ShellSandbox(ABC):
         return self._shell.new_session(like)
 
     async def start_process(
-        self, command: str, *, cwd: str | None = None, session: ShellSession | None = None
+        self,
+        command: str,
+        *,
+        cwd: str | None = None,
+        lossless: bool = False,
+        session: ShellSession | None = None,
     ) -> Process:
         """See `base.Sandbox.start_process`. Args: session: None is the first one."""
         text = encode(command)
@@ -250,7 +255,9 @@ class ShellSandbox(ABC):
         if self._background is None:
             self._background = Background(self._shell)
         try:
-            return await self._background.start(text, self._tree.end_process, session)
+            return await self._background.start(
+                text, self._tree.end_process, session, lossless=lossless
+            )
         except ShellLost as lost:
             raise await self._dead(lost) from None
 
@@ -478,9 +485,9 @@ class SandboxSession:
         """See `base.Sandbox.run`."""
         return await self._sandbox.run(command, session=self._session, **options)
 
-    async def start_process(self, command: str, *, cwd: str | None = None) -> Process:
+    async def start_process(self, command: str, **options: Any) -> Process:
         """See `base.Sandbox.start_process`."""
-        return await self._sandbox.start_process(command, cwd=cwd, session=self._session)
+        return await self._sandbox.start_process(command, session=self._session, **options)
 
     async def new_session(self) -> Sandbox:
         """See `base.Sandbox.new_session`."""

@@ -348,9 +348,9 @@ static int parse(char **words, size_t count, struct request *request)
     return 0;
 }
 
-static void limit(int which, rlim_t most)
+static void limit(int which, rlim_t most, rlim_t hard)
 {
-    struct rlimit wanted = {most, most};
+    struct rlimit wanted = {most, hard};
     if (setrlimit(which, &wanted) < 0)
         fail("setrlimit %d", which);
 }
@@ -437,11 +437,13 @@ __attribute__((noreturn)) static void become_sandbox(struct request *request, co
     umask(022);
     if (chdir(request->directory) < 0)
         fail("chdir %s", request->directory);
-    limit(RLIMIT_NPROC, request->processes);
-    limit(RLIMIT_FSIZE, request->file);
-    limit(RLIMIT_NOFILE, request->files);
-    limit(RLIMIT_CORE, 0);
-    limit(RLIMIT_AS, request->memory);
+    limit(RLIMIT_NPROC, request->processes, request->processes);
+    limit(RLIMIT_FSIZE, request->file, request->file);
+    limit(RLIMIT_NOFILE, request->files, request->files);
+    limit(RLIMIT_CORE, 0, 0);
+    /* Where a control group bounds the memory, a program that reserves much more than it uses, such
+     * as a browser, may raise this one. */
+    limit(RLIMIT_AS, request->memory, cgroups ? RLIM_INFINITY : request->memory);
     drop_capabilities();
 
     /* The changes of identity above would have cleared it. Who died before it was set has closed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.tools import read_file, search_files, terminal
+    from hermes_rl.tools import chromium, read_file, search_files, terminal
     from hermes_rl.tools.approval import (
         PLAIN,
         SUSPECT,

@@ -16,6 +16,7 @@ import msgspec
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.tools.base import Tool, schema
+from hermes_rl.tools.browser import BROWSER_TOOLS
 from hermes_rl.tools.delegate_task import delegate_task
 from hermes_rl.tools.patch import patch
 from hermes_rl.tools.read_file import read_file
@@ -27,7 +28,7 @@ from hermes_rl.tools.write_file import write_file
 TOOLS: dict[str, Tool] = {
     tool.name: tool
     for tool in (terminal, read_file, write_file, patch, search_files, delegate_task, todo)
-}
+} | BROWSER_TOOLS
 """Name -> tool, in the order in which models see them."""
 
 
@@ -51,6 +52,7 @@ TOOLSETS: dict[str, Toolset] = {
     "coding": Toolset("Everything for work on code.", includes=("terminal", "file")),
     "delegation": Toolset("Give tasks to sub-agents.", ("delegate_task",)),
     "todo": Toolset("Keep a list of the steps of the task.", ("todo",)),
+    "browser": Toolset("Use web pages in a browser.", tuple(BROWSER_TOOLS)),
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")

@@ -304,6 +304,17 @@ async def memory_is_bounded(backend: Bubblewrap) -> None:
         said = await sh(sandbox, "python3 -c 'bytearray(1536 << 20)'")
         assert "MemoryError" in said, said
         assert "1000" in await sh(sandbox, "cat /proc/self/oom_score_adj")
+        if "memory_bytes" not in sandbox.info.limits:
+            assert "cannot modify limit" in await sh(sandbox, "ulimit -v unlimited")
+            return
+        # Then that limit may be raised, and the memory of the whole sandbox is bounded.
+        try:
+            result = await sandbox.run(
+                "ulimit -v unlimited; python3 -c 'bytearray(1536 << 20)'", timeout_s=60
+            )
+        except SandboxKilled:
+            return
+        assert result.exit_code == 137, result
 
 
 async def processes_are_bounded(backend: Bubblewrap) -> None:
@@ -330,7 +341,8 @@ os.kill(0, 9)
 async def no_descriptors_no_terminal(backend: Bubblewrap) -> None:
     async with await lease(backend) as sandbox:
         assert (await sh(sandbox, "ls /proc/self/fd")).split() == ["0", "1", "2", "3", "[0]"]
-        for attempt in ("exec 5<>/dev/tty", "ulimit -Hn 100000", "ulimit -Hv unlimited",
+        space = "" if "memory_bytes" in sandbox.info.limits else "ulimit -Hv unlimited"
+        for attempt in ("exec 5<>/dev/tty", "ulimit -Hn 100000", space or "ulimit -Hf unlimited",
                         "ulimit -Hu 4096", "chrt -f 10 true", "chrt -r 10 true",
                         "echo 3 >/proc/$$/fd/4", "cat /proc/$$/fd/3"):  # fmt: skip
             said = await sh(sandbox, f"{attempt} && echo OPEN", timeout_s=5)
@@ -412,7 +424,10 @@ for pid in (1, 2, os.getppid(), "self"):
 """
     async with await lease(backend, processes=77) as sandbox:
         assert await python(sandbox, program) == "\n[0]"
-        limits = await sh(sandbox, "grep -E 'processes|file size|address|core' /proc/1/limits")
+        names = "processes|file size|core"
+        if "memory_bytes" not in sandbox.info.limits:  # else that is what bounds it
+            names += "|address"
+        limits = await sh(sandbox, f"grep -E '{names}' /proc/1/limits")
         assert "unlimited" not in limits, limits
         assert "77" in limits
 

@@ -1,7 +1,8 @@
 """Tools in real sandboxes: plain shells, and bubblewrap."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,18 @@ class Bench:
         return (await self.sandbox.run(command, timeout_s=30)).output
 
 
-async def bench_of(backend: SandboxBackend) -> AsyncIterator[Bench]:
+async def bench_of(backend: SandboxBackend, **spec: Any) -> AsyncIterator[Bench]:
     try:
-        async with await backend.lease(SandboxSpec(lease="tools-test")) as sandbox:
+        async with await backend.lease(SandboxSpec(lease="tools-test", **spec)) as sandbox:
             yield Bench(sandbox, ToolContext(sandbox=sandbox))
     finally:
         await backend.aclose()
+
+
+@pytest.fixture
+def open_bench() -> Callable[..., AbstractAsyncContextManager[Bench]]:
+    """Of a backend and fields of the lease: a context with the tools in such a sandbox."""
+    return asynccontextmanager(bench_of)
 
 
 @pytest.fixture
