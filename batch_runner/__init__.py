@@ -16,12 +16,21 @@ from hermes_rl.lazy import attach
 if TYPE_CHECKING:
     from batch_runner import settings
     from batch_runner.budgets import Prices, budgets_of, requested_name, sum_earlier_spending
+    from batch_runner.dataset_index import DatasetIndex
     from batch_runner.dispatcher import ISOLATED_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
     from batch_runner.dryrun import dry_run, forecast_costs, pilot_run, predict
     from batch_runner.groups import run_concurrently
     from batch_runner.live_stream import open_live
     from batch_runner.manifest import capabilities, read_manifest, write_manifest
-    from batch_runner.plan import OccurrenceCounter, Pilot, Plan, RunSource, UnitReader, open_reader
+    from batch_runner.plan import (
+        OccurrenceCounter,
+        Pilot,
+        Plan,
+        RunSource,
+        UnitReader,
+        open_indexed,
+        open_reader,
+    )
     from batch_runner.pool import RayWorker, connect_ray, decode_reply
     from batch_runner.progress import (
         JsonEvents,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from batch_runner.dataset_index import KEY_BYTES, LEAST_BYTES, Block, DatasetIndex
 from batch_runner.manifest import read_manifest
 from batch_runner.progress import Sink
 from batch_runner.report import Stop
@@ -55,17 +56,32 @@ RETRY_MAX_S = 30.0
 second."""
 
 
+_COUNTED_BYTES = 15
+"""Of a digest. Python has 48 bytes of memory for these, and 64 for 16."""
+
+
 class OccurrenceCounter:
-    """Counts equal digests. It keeps 16 bytes of each: a million rows take about 100 MB. Only
+    """Counts equal digests. It keeps 15 bytes of each: a million rows take about 80 MB. Only
     repeated digests get a dictionary entry."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
         self._again: dict[bytes, int] = {}
+        self._skipped: list[bytes] = []
+
+    def skip(self, digests: bytes) -> None:
+        """Count these digests too, of 16 bytes each; at once only if there is a next one."""
+        self._skipped.append(digests)
 
     def next(self, digest: str) -> int:
-        """The occurrence of this digest (hex, at least 32 digits): 0 for the first."""
-        key = bytes.fromhex(digest[:32])
+        """The occurrence of this digest (hex, at least 30 digits): 0 for the first."""
+        while self._skipped:
+            digests = self._skipped.pop()
+            for at in range(0, len(digests), KEY_BYTES):
+                self._next(digests[at : at + _COUNTED_BYTES])
+        return self._next(bytes.fromhex(digest[: 2 * _COUNTED_BYTES]))
+
+    def _next(self, key: bytes) -> int:
         before = len(self._seen)
         self._seen.add(key)
         if len(self._seen) > before:
@@ -87,6 +103,8 @@ class Unit:
 
 IsDone = Callable[[bytes], bool]
 """Whether the unit of a `unit_key` is done. Called on the reader's thread."""
+Note = Callable[[str, int, int | None], None]
+"""See `DatasetIndex.note`."""
 
 
 class UnitReader:
@@ -97,7 +115,12 @@ class UnitReader:
     """
 
     def __init__(
-        self, rows: Iterable[LazyRow], config_hash: str, repeats: int, name: str = "rows"
+        self,
+        rows: Iterable[LazyRow | Block],
+        config_hash: str,
+        repeats: int,
+        name: str = "rows",
+        note: Note | None = None,
     ) -> None:
         self.rows = 0
         self.bad_rows = 0
@@ -109,6 +132,7 @@ class UnitReader:
         self._repeats = repeats
         self._seen = OccurrenceCounter()
         self._rows = iter(rows)
+        self._take_note = note
         self._members_of_row: dict[int, int] = {}
         """Row index -> repeats, where they differ from those of the dataset."""
         self._units: Iterator[Unit] = iter(())
@@ -123,7 +147,8 @@ class UnitReader:
         if first is None:
             raise UserError(f"{self._name}: the dataset holds no rows. Check the file, or --limit")
         self._rows = itertools.chain((first,), self._rows)
-        _refuse_unmapped(first.parse())
+        if isinstance(first, LazyRow):
+            _refuse_unmapped(first.parse())
 
     def take(self, wanted: int, seconds: float = 0.25, done: IsDone | None = None) -> list[Unit]:
         """Return the next units: at most `wanted`, fewer or none after `seconds`.
@@ -136,7 +161,7 @@ class UnitReader:
         deadline = time.monotonic() + seconds
         taken = list(itertools.islice(self._units, wanted))
         for row in itertools.islice(self._rows, None if len(taken) < wanted else 0):
-            if skipped := self._read(row, done):
+            if skipped := (self._skip(row) if isinstance(row, Block) else self._read(row, done)):
                 self.skipped += skipped
             else:
                 taken += itertools.islice(self._units, wanted - len(taken))
@@ -158,27 +183,39 @@ class UnitReader:
         task_hash = row.task_hash
         occurrence = self._seen.next(task_hash)
         if done is not None and row.quick:
-            members = self._note(row, row.repeats) if row.repeats else self._repeats
+            members = row.repeats or self._repeats
             for repeat in range(members):
                 if not done(unit_key(self.config_hash, task_hash, occurrence, repeat)):
                     break
             else:
+                self._note(row, occurrence, members)
                 return members
         parsed = row.parse()
-        if parsed.task_hash != task_hash:  # nested too deeply: parsing gives another hash
+        same = parsed.task_hash == task_hash
+        if not same:  # nested too deeply: parsing gives another hash
             occurrence = self._seen.next(parsed.task_hash)
         if row.index == 0:
             _refuse_unmapped(parsed)
         self.bad_rows += parsed.task is None
         # A bad row is one failed unit, however often it was meant to run.
-        members = self._note(row, 1 if parsed.task is None else parsed.repeats or self._repeats)
+        members = 1 if parsed.task is None else parsed.repeats or self._repeats
+        self._note(row, occurrence, members, indexed=same and parsed.task is not None)
         self._units = self._members(parsed, occurrence, members)
         return 0
 
-    def _note(self, row: LazyRow, members: int) -> int:
+    def _note(self, row: LazyRow, occurrence: int, members: int, *, indexed: bool = True) -> None:
         if members != self._repeats:
             self._members_of_row[row.index] = members
-        return members
+        if self._take_note is not None:
+            self._take_note(row.task_hash, occurrence, members if indexed else None)
+
+    def _skip(self, block: Block) -> int:
+        """Count the rows of a block whose units are all done."""
+        for row, members in block.members.items():
+            self._members_of_row[self.rows + row] = members
+        self.rows += block.rows
+        self._seen.skip(block.tasks)
+        return len(block.units) // KEY_BYTES
 
     def _members(self, row: TaskRow, occurrence: int, members: int) -> Iterator[Unit]:
         for repeat in range(members):
@@ -332,6 +369,26 @@ class Plan:
             isolated=self._ledger.lost_workers(unit.unit_id) >= ISOLATED_AFTER,
             fatal_commands=self._ledger.fatal_commands(unit.unit_id),
         )
+
+
+def open_indexed(settings: Settings, run_dir: RunDir, ledger: Ledger) -> UnitReader | None:
+    """A reader that skips what is done without parsing it; None for datasets without an index."""
+    dataset = settings.config.dataset
+    path = Path(dataset.path).expanduser()
+    lines = path.is_file() and path.suffix.lower() in (".jsonl", ".ndjson")
+    whole = settings.opened is None and dataset.limit is None
+    if not (lines and whole) or path.stat().st_size < LEAST_BYTES:
+        return None
+    index = DatasetIndex(
+        run_dir.path / "dataset.index",
+        path,
+        config_hash=settings.config_hash,
+        columns=dataset.map,
+        repeats=dataset.repeats,
+        all_done=ledger.all_done,
+    )
+    rows = index.rows()
+    return UnitReader(rows, settings.config_hash, dataset.repeats, dataset.path, index.note)
 
 
 def open_reader(settings: Settings) -> UnitReader:

@@ -21,6 +21,7 @@ from batch_runner.plan import (
     RunSource,
     UnitReader,
     estimate_units,
+    open_indexed,
     open_reader,
     refuse_other_dataset,
     store_rows,
@@ -106,6 +107,7 @@ async def arun_batch(
     ):
         kept = await asyncio.to_thread(store_rows, settings.config, driver.run_dir)
         settings = replace(settings, config=kept, hosts=shared)
+        reader = open_indexed(settings, driver.run_dir, driver.ledger) or reader
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
         run.manifest["capabilities"] = capabilities(settings.config, probed)
         run.note_tokens(probed.tokens if probed else None)

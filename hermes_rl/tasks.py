@@ -438,9 +438,11 @@ class LazyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return task_row(self.raw, self.index, self.place, self.columns)
 
 
-def lazy_rows(rows: Iterable[tuple[RawRow, str]], columns: Columns) -> Iterator[LazyRow]:
-    """Lazy rows from (row, place) pairs."""
-    for index, (raw, place) in enumerate(rows):
+def lazy_rows(
+    rows: Iterable[tuple[RawRow, str]], columns: Columns, start: int = 0
+) -> Iterator[LazyRow]:
+    """Lazy rows from (row, place) pairs; the first has the index `start`."""
+    for index, (raw, place) in enumerate(rows, start):
         found = _quick_identity(raw, columns)
         if found is None:
             task_hash, repeats = task_row(raw, index, place, columns).task_hash, None

@@ -75,6 +75,15 @@ class Ledger:
         unit = self._units.get(key)
         return unit is not None and unit.done > 0
 
+    def all_done(self, keys: bytes) -> bool:
+        """Whether `is_done` for each of these keys, of 16 bytes each."""
+        units = self._units
+        for at in range(0, len(keys), 16):
+            unit = units.get(keys[at : at + 16])
+            if unit is None or not unit.done:
+                return False
+        return True
+
     def next_attempt(self, unit_id: str) -> int:
         """The number of the unit's next attempt: highest known + 1, from 0."""
         return self._get(unit_id).attempts

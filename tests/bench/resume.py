@@ -41,8 +41,9 @@ def config(folder: str) -> dict[str, object]:
 
 def make(folder: str, units: int) -> None:
     """A dataset and its run directory, all done; one unit in ten took a second attempt."""
-    from batch_runner import open_reader, resolve_settings
+    from batch_runner import open_indexed, open_reader, resolve_settings
     from hermes_rl.config import parse_config
+    from hermes_rl.store import Ledger, RunDir
 
     with open(f"{folder}/rows.jsonl", "w") as out:
         for n in range(units):
@@ -50,7 +51,8 @@ def make(folder: str, units: int) -> None:
             out.write(json.dumps({"id": f"count-{n}", **row}) + "\n")
     settings = resolve_settings(parse_config(config(folder), "resume.py"))
     asyncio.run(_begin(f"{folder}/run", settings.identity))
-    reader = open_reader(settings)
+    # A run writes the index of a large dataset as it reads it.
+    reader = open_indexed(settings, RunDir(f"{folder}/run"), Ledger()) or open_reader(settings)
     for batch in range(-(-units // ROWS)):
         _commit(f"{folder}/run", batch, [u.unit_id for u in reader.take(ROWS, 60.0)])
 

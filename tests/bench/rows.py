@@ -426,8 +426,8 @@ def resume(bench: Bench) -> Row:
     return Row(
         f"resume of a run with {bench.sizes.resumed:,} finished units",
         f"{found['resume_s']:.1f} s, {found['peak_rss_mb']:.0f} MB",
-        "10 s, 500 MB",
-        found["resume_s"] <= 10.0 and found["peak_rss_mb"] < 500.0,
+        "4 s, 300 MB",
+        found["resume_s"] <= 4.0 and found["peak_rss_mb"] < 300.0,
         f"{found['cpu_s']:.1f} s CPU; {found['dataset_mb']} MB of dataset read",
         data=found,
     )
