@@ -45,16 +45,28 @@ from hermes_rl.aio import run_sync
 from hermes_rl.checkpoints import CHECKPOINTS
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import extra_body_of, policy_of, sampling_of, sent_seed
-from hermes_rl.errors import DiskFull, UserError, cause_of
+from hermes_rl.errors import DiskFull, StoreError, UserError, cause_of
 from hermes_rl.models.rate import Coordinator
 from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.sandboxes import BuildFailed
-from hermes_rl.store import Driver, OpenOptions, compute_stats, open_run, read_commit, write_stats
+from hermes_rl.store import (
+    TABLES,
+    Driver,
+    OpenOptions,
+    compute_stats,
+    open_run,
+    read_commit,
+    write_stats,
+)
 from hermes_rl.wiring import reach
 
 if TYPE_CHECKING:
     from batch_runner.images import Images
     from batch_runner.live import LiveGroups
+
+MANY_FILES, SMALL_FILE = 50, 16 * 1024 * 1024
+"""A start that leaves more small files (bytes) in a table merges them. Larger ones are left to
+`hermes-rl compact`: merging them takes minutes."""
 
 
 def run_batch(
@@ -211,7 +223,26 @@ class _Run:
             await asyncio.to_thread(rmtree, run_dir.path / CHECKPOINTS, ignore_errors=True)
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
+        if self.source.stop is None:
+            await asyncio.to_thread(self._merge_files)
         return self.report(stats)
+
+    def _merge_files(self) -> None:
+        """Merge the files of a start that left many small ones. No failure ends the run."""
+        run_dir, mine = self.driver.run_dir, f"{self.driver.epoch}-driver"
+        tables = ([part.stat().st_size for part in run_dir.parts(table)] for table in TABLES)
+        many = any(sum(size < SMALL_FILE for size in sizes) > MANY_FILES for sizes in tables)
+        if not many or {*run_dir.writers()} - {mine}:
+            return  # a worker that could not be ended may still publish
+        from hermes_rl.store import merge_batches  # needed by few runs
+
+        try:
+            done = merge_batches(run_dir, small=SMALL_FILE)
+        except (StoreError, OSError) as error:
+            self.progress.note(f"small files were not merged: {error}")
+            return
+        if done.after < done.before:
+            self.progress.note(f"merged {done.before} Parquet files into {done.after}")
 
     async def _warn_of_network(self) -> None:
         """Warn once when tasks need the network and the run has none."""

@@ -35,6 +35,7 @@ COMMANDS = {
     "status": "the state of a run, from any other terminal",
     "check": "find bad rows before a token is spent; check the records of a run",
     "export": "a run in another format, with a loss report",
+    "compact": "merge the small Parquet files of a run into large ones",
     "compress": "fit long trajectories into a token budget",
     "import": "another program's trajectories as a run",
     "eval": "models on a dataset or a known benchmark, with intervals and comparisons",

@@ -204,6 +204,7 @@ class Source:
         self._format = format
         self._seen: set[bytes] = set()
         tables = ["trajectories", "segments"]
+        self._run_dir = run.run_dir
         self._pending = run.unpublished(tables)
         self._parts = {t: {stem_of(p): p for p in run.run_dir.parts(t)} for t in tables}
         self.leaks: list[str] = []
@@ -453,7 +454,7 @@ class Source:
 
         part = self._parts[table].get(stem)
         if part is not None:
-            with pq.ParquetFile(part) as file:
+            with pq.ParquetFile(self._run_dir.present(part)) as file:
                 for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
                     yield pa.Table.from_batches([batch])
         elif stem in self._pending[table]:

@@ -6,6 +6,7 @@
 | `journal` `derived` | what is appended while a run is in progress, and when it is published |
 | `commit` `parts` | sealed batches become Parquet parts and commits |
 | `recovery` | what a killed run left |
+| `snapshots` `compaction` | small parts replaced by merged ones, in one step per table |
 | `integrity` | checks of every file, and repair |
 | `ledger` `summary` `stats` | what is done, given up and open; sums; stats.json, report.html |
 | `reader` | `load_run`: frames and Arrow; who drives a run, and what is in flight |
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
         rows_of,
         write_commit,
     )
-    from hermes_rl.store.crash import CRASH_POINTS, CRASH_VARIABLE, CrashHook
+    from hermes_rl.store.compaction import Compacted, compact_run, merge_batches
+    from hermes_rl.store.crash import COMPACTION_POINTS, CRASH_POINTS, CRASH_VARIABLE, CrashHook
     from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
     from hermes_rl.store.driver import (
         Driver,

@@ -17,6 +17,7 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
 from hermes_rl.store.files import add_digest, check_digest, file_sha256, read_payloads
 from hermes_rl.store.rundir import SCHEMA_VERSION, TABLES, RunDir, part_name
+from hermes_rl.store.snapshots import Part, find_part
 from hermes_rl.store.summary import Summary
 from hermes_rl.text import SECRETS
 
@@ -83,16 +84,6 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
                 cause=None if cause < 0 else self.names[cause],
                 fatal_command=self.fatal_commands.get(n),
             )
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One published Parquet file."""
-
-    table: str
-    rows: int
-    size: int
-    """Bytes."""
-    sha256: str
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +169,7 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
     Args:
         content: also compare the digest, which reads the whole file.
     """
-    path = run_dir.part_path(part.table, stem)
+    path, part = find_part(run_dir, stem, part)
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -220,7 +211,7 @@ def _without_missing_rows(run_dir: RunDir, commit: Commit) -> Commit:
     part = next((p for p in commit.parts if p.table == "trajectories"), None)
     if part is None or part_fault(run_dir, commit.stem, part) is None:
         return commit
-    present = _read_part_keys(run_dir.part_path(part.table, commit.stem))
+    present = _read_part_keys(find_part(run_dir, commit.stem, part)[0])
     found = [
         msgspec.structs.replace(o, done=False, cause="driver_lost")
         if o.done and (o.key.unit_id, o.key.attempt) not in present

@@ -3,7 +3,7 @@
 `HERMES_RL_CRASH_AT=publish-7-renamed:2` kills the process (kill -9) when it reaches that point for
 the second time; `publish-7-renamed:2:15` stalls there for 15 s, like a disk that does not answer.
 The variable is read when a run directory is opened. Points are numbered like the steps of the
-protocol: attempt 1-5, publish 6-9, recovery R1-R6.
+protocol: attempt 1-5, publish 6-9, recovery R1-R6, compaction 1-6.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ CRASH_POINTS = (
     "recover-6-ready",
 )
 
+COMPACTION_POINTS = (
+    "compact-1-written",
+    "compact-2-staged",
+    "compact-3-recorded",
+    "compact-4-exchanged",
+    "compact-5-switched",
+    "compact-6-removed",
+)
+
 
 class CrashHook:
     """Counts how often one point is reached, and kills the process there.
@@ -60,7 +69,9 @@ class CrashHook:
 
     def __init__(self, spec: str = "") -> None:
         name, nth, seconds = [*spec.split(":"), "", ""][:3]
-        if name and (name not in CRASH_POINTS or (seconds and name.endswith("-torn"))):
+        if name and (
+            name not in (*CRASH_POINTS, *COMPACTION_POINTS) or (seconds and name.endswith("-torn"))
+        ):
             raise ValueError(f"{CRASH_VARIABLE}={spec}: no such crash point")
         self._name = name
         self._left = int(nth or 1)

@@ -286,7 +286,7 @@ def begin_epoch(
     run_dir.crash("recover-1-compared")
     epoch = Epoch(
         epoch=run_dir.last_epoch() + 1,
-        schema_version=SCHEMA_VERSION,
+        schema_version=last.schema_version if last else SCHEMA_VERSION,
         run_id=first.run_id if first else uuid.uuid4().hex,
         identity=(first.identity if first else identity) or {},
         max_attempts=max_attempts or (last.max_attempts if last else 3),

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from hermes_rl.errors import CAUSES, StoreError, end_reason_of
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import trajectory_id
-from hermes_rl.store.commit import Keys, Part, part_fault, read_commit, write_commit
+from hermes_rl.store.commit import Keys, part_fault, read_commit, write_commit
 from hermes_rl.store.driver import begin_epoch
 from hermes_rl.store.files import convert_os_errors, disk_errors, file_sha256, read_payloads
 from hermes_rl.store.ledger import Ledger
@@ -36,6 +36,14 @@ from hermes_rl.store.recovery import (
 )
 from hermes_rl.store.rundir import FOLDERS, GRACE_S, TABLES, RunDir, order_of, part_name
 from hermes_rl.store.schema import schema_of, storage_schema
+from hermes_rl.store.snapshots import (
+    Part,
+    compaction_fault,
+    compaction_names,
+    find_part,
+    read_compactions,
+    restore_compactions,
+)
 from hermes_rl.store.summary import Summary
 
 Fault = tuple[Path, str]
@@ -53,8 +61,14 @@ def file_faults(run_dir: RunDir) -> Iterator[Fault]:
         if not path.is_dir() and (folder not in TABLES or path.exists()):
             yield path, "is missing, or not a folder"
     yield from _epoch_faults(run_dir)
+    try:
+        yield from _snapshot_faults(run_dir)
+    except StoreError as error:
+        yield run_dir.path / "compacted", _error_text(run_dir.path / "compacted", error)
+        return
+    seen: set[Path] = set()
     for stem in run_dir.commit_stems():
-        yield from _commit_faults(run_dir, stem)
+        yield from _commit_faults(run_dir, stem, seen)
     for name in foreign_parts(run_dir):
         yield run_dir.path / name, FOREIGN
     yield from _journal_faults(run_dir)
@@ -82,7 +96,14 @@ def _epoch_faults(run_dir: RunDir) -> Iterator[Fault]:
             yield place, f"belongs to another start: epoch {epoch.epoch} of run {epoch.run_id}"
 
 
-def _commit_faults(run_dir: RunDir, stem: str) -> Iterator[Fault]:
+def _snapshot_faults(run_dir: RunDir) -> Iterator[Fault]:
+    for compaction in read_compactions(run_dir):
+        for name in compaction_names(compaction.number):
+            if fault := compaction_fault(run_dir, name):
+                yield run_dir.path / name, f"{fault} (--repair restores it from its copy)"
+
+
+def _commit_faults(run_dir: RunDir, stem: str, seen: set[Path]) -> Iterator[Fault]:
     place = run_dir.path / "commits" / f"{stem}.json"
     try:
         commit = read_commit(run_dir, stem)
@@ -94,8 +115,12 @@ def _commit_faults(run_dir: RunDir, stem: str) -> Iterator[Fault]:
         yield place, f"is the commit of {commit.stem}"
         return
     for part in commit.parts:
+        place, _ = find_part(run_dir, stem, part)
+        if place in seen:
+            continue  # a merged part, which has the rows of many batches
+        seen.add(place)
         if fault := part_fault(run_dir, stem, part, content=True):
-            yield run_dir.part_path(part.table, stem), fault
+            yield place, fault
 
 
 def _journal_faults(run_dir: RunDir) -> Iterator[Fault]:
@@ -211,6 +236,7 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
 def _repair(run_dir: RunDir, grace_s: float) -> RepairReport:
     epoch = begin_epoch(run_dir, None, {"repair": True})
     saved = [_restore_quarantined(run_dir, damaged) for damaged in quarantined(run_dir)]
+    saved += restore_compactions(run_dir)
     recovery = Recovery(run_dir, epoch, strict=False)
     report = recovery.recover_writers(Ledger(), grace_s=grace_s)
     for unit_id in report.duplicates:

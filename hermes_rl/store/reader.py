@@ -22,6 +22,7 @@ from hermes_rl.store.journal import Dispatched
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.processes import ProcessId, read_holder
 from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of
+from hermes_rl.store.snapshots import replaced_stems
 from hermes_rl.store.stats import compute_stats, run_figures
 
 if TYPE_CHECKING:
@@ -304,10 +305,13 @@ class Run:
         schema = schema_of(table)
         unpublished = self.unpublished([table])[table]
         names = schema.names if columns is None else list(columns)
-        found = {stem: rows.select(names) for stem, rows in unpublished.items()}
-        for part in self.run_dir.parts(table):
+        parts = self.run_dir.parts(table)
+        merged = replaced_stems(self.run_dir, parts) if unpublished else ()
+        found = {s: rows.select(names) for s, rows in unpublished.items() if s not in merged}
+        for part in parts:
             try:
-                found[stem_of(part)] = pq.read_table(part, schema=schema, columns=names)
+                place = self.run_dir.present(part)
+                found[stem_of(part)] = pq.read_table(place, schema=schema, columns=names)
             except (OSError, pa.ArrowException) as error:
                 raise self._unreadable(part.name, error) from error
         tables = [found[stem] for stem in sorted(found, key=order_of)]
@@ -326,12 +330,13 @@ class Run:
 
         unpublished = self.unpublished([table])[table]
         parts = {stem_of(part): part for part in self.run_dir.parts(table)}
-        for stem in sorted({*unpublished, *parts}, key=order_of):
+        merged = replaced_stems(self.run_dir, [*parts.values()]) if unpublished else set()
+        for stem in sorted({*unpublished, *parts} - merged, key=order_of):
             if stem not in parts:
                 yield from unpublished[stem].select(list(columns)).to_batches(rows)
                 continue
             try:
-                with pq.ParquetFile(parts[stem]) as file:
+                with pq.ParquetFile(self.run_dir.present(parts[stem])) as file:
                     yield from file.iter_batches(rows, columns=list(columns))
             except (OSError, pa.ArrowException) as error:
                 raise self._unreadable(parts[stem].name, error) from error

@@ -40,9 +40,9 @@ from hermes_rl.store.rundir import (
     RunDir,
     epoch_of,
     fence,
-    part_name,
     stem_of,
 )
+from hermes_rl.store.snapshots import complete_switches, find_part, merged_by_stem, read_compactions
 from hermes_rl.trajectory import fold, fold_subagents
 
 _decode_live = msgspec.json.Decoder(LiveLine).decode
@@ -118,6 +118,7 @@ class Recovery:
         for writer in old:
             fence(self.run_dir, writer, grace_s=max(0.0, deadline - time.monotonic()))
         crash("recover-2-fenced")
+        complete_switches(self.run_dir)  # before new parts come into the tables
         for writer in old:
             self._publish_finished(writer)
         self.report.duplicates = ledger.load(self._commits())
@@ -295,7 +296,7 @@ class Recovery:
         columns, rows = ["unit_id", "attempt", *RECEIPT_COLUMNS], []
         for part in commit.parts:
             if part.table in ("trajectories", "failures"):
-                path = self.run_dir.part_path(part.table, commit.stem)
+                path, _ = find_part(self.run_dir, commit.stem, part)
                 try:
                     rows += pq.read_table(path, columns=columns).to_pylist()
                 except (OSError, pa.ArrowException) as error:
@@ -320,8 +321,10 @@ class Recovery:
         for commit in read_commits(self.run_dir):
             for part in commit.parts:
                 if fault := part_fault(self.run_dir, commit.stem, part):
-                    name = part_name(part.table, commit.stem)
-                    self.report.damaged.append(f"{name} {fault}")
+                    path, _ = find_part(self.run_dir, commit.stem, part)
+                    line = f"{path.relative_to(self.run_dir.path)} {fault}"
+                    if line not in self.report.damaged[-1:]:  # many batches share a merged part
+                        self.report.damaged.append(line)
             yield commit
 
     def _delete_temporary(self, beginning: str) -> None:
@@ -356,18 +359,20 @@ def foreign_parts(run_dir: RunDir) -> list[str]:
     # Parts first: a batch that is published meanwhile is in one of the others.
     parts = [(table, part) for table in TABLES for part in run_dir.parts(table)]
     stems = {*(stem for stem, _ in run_dir.journals("done")), *run_dir.commit_stems()}
+    stems |= {one.stem for c in read_compactions(run_dir) for one in c.merged}
     return [f"{table}/{part.name}" for table, part in parts if stem_of(part) not in stems]
 
 
 def find_final_rows(run_dir: RunDir, unit_id: str) -> list[tuple[str, AttemptKey]]:
     """All (stem, key) of a unit in `trajectories`, earliest commit first."""
+    merged = merged_by_stem(run_dir)  # they stay: their parts are shared
     found = [
-        (commit.committed_at, commit.stem, outcome.key)
+        (commit.stem not in merged, commit.committed_at, commit.stem, outcome.key)
         for commit in read_commits(run_dir)
         for outcome in commit.keys.outcomes()
         if outcome.done and outcome.key.unit_id == unit_id
     ]
-    return [(stem, key) for _, stem, key in sorted(found, key=lambda f: f[:2])]
+    return [(stem, key) for _, _, stem, key in sorted(found, key=lambda f: f[:3])]
 
 
 def duplicate_message(run_dir: RunDir, unit_id: str) -> str:

@@ -20,12 +20,18 @@ from hermes_rl.store.processes import HeldLock, read_holder, this_process
 SCHEMA_VERSION = 1
 """Of the tables and the journal. A run directory of a higher version is refused."""
 
+COMPACTED_VERSION = 2
+"""Of a run with merged parts: versions that do not know them would miss rows and pay them again."""
+
 TABLES = (
     *("segments", "subagents", "failures", "trajectories", "grades", "groups"),
     "deliveries",
 )
 """All tables, in the order of publishing: derived rows after the rows that finish units."""
 
+
+RETIRED = ".compact"
+"""Parts before and after a switch to merged ones. Hidden, so that no glob sees them twice."""
 
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
@@ -77,6 +83,8 @@ class RunDir:
         self.path = Path(path)
         self.crash = CrashHook.from_environment()
         self.storage = Storage(self.path, self.crash, fsync_delay_s)
+        self.merged: tuple[tuple[str, ...], dict[str, Any]] | None = None
+        """For `commit.merged_by_stem`: the snapshots that were read, and their content."""
 
     def create(self) -> None:
         """Create the folders.
@@ -144,10 +152,10 @@ class RunDir:
 
         def decode(content: bytes) -> Epoch:
             version = _decode_version(content).schema_version
-            if version > SCHEMA_VERSION:
+            if version > COMPACTED_VERSION:
                 raise StoreError(
                     f"{self.path} was written by a newer hermes_rl (schema {version}, this one "
-                    f"knows {SCHEMA_VERSION}). Upgrade hermes_rl, or choose another --out"
+                    f"knows {COMPACTED_VERSION}). Upgrade hermes_rl, or choose another --out"
                 )
             return _decode_epoch(check_digest(content))
 
@@ -194,6 +202,13 @@ class RunDir:
         found = [self.path / table / n for n in names if re.fullmatch(r"part-.*\.parquet", n)]
         return sorted(found, key=lambda part: order_of(stem_of(part)))
 
+    def present(self, part: Path) -> Path:
+        """A part that was listed, although it was merged since: its file is kept for a while."""
+        if part.exists():
+            return part
+        old = (self.path / RETIRED).glob(f"*/{part.parent.name}/{part.name}")
+        return next(old, part)
+
     def commit_stems(self) -> list[str]:
         """The stems of all committed batches."""
         names = self.storage.names("commits")
@@ -228,9 +243,10 @@ def order_of(stem: str) -> tuple[int, int, str, int]:
     """Sort key of stems: epoch, writer, sequence. Batches of the driver come before those of
     workers.
 
-    Derived rows are sorted by this, since clocks may go back between two starts.
+    Derived rows are sorted by this, since clocks may go back between two starts. A merged batch has
+    the place of its last one.
     """
-    found = re.fullmatch(r"(\d{1,9})-(\D*)(\d{0,9})(.*)-(\d{1,9})", stem)
+    found = re.fullmatch(r"(\d{1,9})-(\D*)(\d{0,9})(.*)-(\d{1,9})(?:\.\d+)?", stem)
     if found is None:
         return 0, -1, stem, 0
     epoch, kind, number, rest, sequence = found.groups()

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hermes_rl.cli import main, status_command
+from hermes_rl.cli import faults_of, main, status_command
 from hermes_rl.models.rate import Coordinator
 from hermes_rl.store import load_run
 from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan
@@ -318,3 +318,19 @@ print(config.dataset.path, report.path)
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--config", f"{run}/run.yaml"]) == 0
     assert main(["check", str(run)]) == 0
+
+
+async def test_a_run_of_many_small_batches_ends_in_few_files(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Slow rollouts: nearly every unit is published alone, as `publish_every_s` asks."""
+    out, rows = tmp_path / "run", [kit.make_task(n, latency_s=0.02) for n in range(130)]
+    options = (*IN_PROCESS, "--concurrency", "2", "--set", "run.publish_every_s=0.01")
+    arguments = kit.run_arguments(tmp_path, rows, server, *options)
+    await kit.finish_run(*arguments)
+    assert len(list(out.glob("trajectories/*.parquet"))) <= 50
+    assert len(kit.final_rows(out)) == 130
+    assert list(faults_of(out)) == []
+    served = server.requests
+    assert (await kit.finish_run(*arguments)).report()["done"] == 130
+    assert server.requests == served, "merged rows are still done"

@@ -186,6 +186,14 @@ def test_status_of_a_finished_run(finished: Path) -> None:
     assert "no driver runs" in run_cli("status", RUN, "--stop", cwd=finished).out
 
 
+def test_compact_prints_what_it_did(finished: Path) -> None:
+    assert "nothing to merge" in run_cli("compact", RUN, cwd=finished).out
+    done = run_cli("compact", RUN, "--keep-old", "0", "--json", cwd=finished).json()
+    assert done["before"] == done["after"] > 0
+    refused = run_cli("compact", "nothing", cwd=finished).error
+    assert refused == "error: nothing is not a run directory (no epochs/). Give the path of a run"
+
+
 @pytest.mark.slow
 def test_status_stop_ends_a_run_that_can_be_resumed(tmp_path: Path, base_url: str) -> None:
     rows = [

@@ -1,0 +1,256 @@
+"""Merges the parts of small batches into large ones; see `snapshots` for the switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hermes_rl.errors import StoreError
+from hermes_rl.store.commit import part_fault, read_commits
+from hermes_rl.store.driver import begin_epoch
+from hermes_rl.store.files import add_digest, convert_os_errors, disk_errors, file_sha256
+from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.recovery import Recovery, duplicate_message
+from hermes_rl.store.rundir import COMPACTED_VERSION, RETIRED, TABLES, RunDir, order_of, stem_of
+from hermes_rl.store.snapshots import (
+    OLD_FILES_S,
+    Merged,
+    Part,
+    complete_switches,
+    exchange,
+    read_compactions,
+    stage,
+)
+
+SMALL = 128 * 1024 * 1024
+"""Batches of fewer bytes of Parquet, over all tables, are merged."""
+
+TARGET = 256 * 1024 * 1024
+"""Bytes of small batches that make a merged one."""
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What was merged."""
+
+    before: int
+    """Files of all tables."""
+    after: int
+    size: int
+    """Bytes of Parquet after it."""
+
+
+def compact_run(
+    path: str | Path, *, grace_s: float = OLD_FILES_S, small: int = SMALL, target: int = TARGET
+) -> Compacted:
+    """Merge the small parts of a run that nothing drives. What a killed driver left is published
+    first. Blocking; may be killed and repeated.
+
+    Args:
+        path: the run directory.
+        grace_s: seconds for which replaced files are kept for readers that listed them. The next
+            start or `compact` after that removes them.
+        small: batches of fewer bytes are merged.
+        target: bytes of a merged batch, about.
+
+    Raises: StoreError when the run is in use, damaged or newer, or its file system cannot exchange
+    folders; DiskFull.
+    """
+    run_dir = RunDir(path)
+    lock = run_dir.lock()
+    try:
+        with convert_os_errors(run_dir.path), disk_errors():
+            recovery = Recovery(run_dir, begin_epoch(run_dir, None, {"compact": True}))
+            report = recovery.recover_writers(Ledger())
+            if report.duplicates:
+                raise StoreError(duplicate_message(run_dir, report.duplicates[0]))
+            return merge_batches(run_dir, grace_s=grace_s, small=small, target=target)
+    finally:
+        lock.release()
+
+
+def merge_batches(
+    run_dir: RunDir,
+    *,
+    grace_s: float = OLD_FILES_S,
+    small: int = SMALL,
+    target: int = TARGET,
+) -> Compacted:
+    """Merge small batches. The caller holds LOCK, and no writer of the run lives.
+
+    Arguments and errors: as `compact_run`.
+    """
+    before = _count(run_dir)
+    complete_switches(run_dir, grace_s=grace_s)
+    known = _committed(run_dir)
+    stems = {stem for stem, _ in known}
+    ours = {stem: size for stem, size in _sizes(run_dir).items() if stem in stems}
+    groups = _groups(ours, small, target)
+    if groups:
+        _merge(run_dir, groups, known)
+        complete_switches(run_dir, grace_s=grace_s)
+    return Compacted(before, _count(run_dir), sum(_sizes(run_dir).values()))
+
+
+def _count(run_dir: RunDir) -> int:
+    return sum(len(run_dir.parts(table)) for table in TABLES)
+
+
+def _sizes(run_dir: RunDir) -> dict[str, int]:
+    """Stem of a batch or merged batch -> bytes over all tables, in the order of writing."""
+    sizes: dict[str, int] = {}
+    for table in TABLES:
+        for part in run_dir.parts(table):
+            sizes[stem_of(part)] = sizes.get(stem_of(part), 0) + part.stat().st_size
+    return {stem: sizes[stem] for stem in sorted(sizes, key=order_of)}
+
+
+def _groups(sizes: Mapping[str, int], small: int, target: int) -> list[list[str]]:
+    """Neighbours that are merged, so that the order of rows stays."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for stem, size in sizes.items():
+        if total >= target or size >= small:
+            groups.append([])
+            total = 0
+        if size < small:
+            groups[-1].append(stem)
+            total += size
+    return [group for group in groups if len(group) > 1]
+
+
+def _merge(
+    run_dir: RunDir, groups: Sequence[Sequence[str]], known: Mapping[tuple[str, str], Part]
+) -> None:
+    _try_exchange(run_dir)
+    _mark(run_dir)
+    older = {one.stem: one for c in read_compactions(run_dir) for one in c.merged}
+    used = [c.number for c in read_compactions(run_dir)]
+    used += [int(n) for n in run_dir.storage.names(RETIRED) if n.isdigit()]
+    number = max(used, default=0) + 1
+    merged, written = [], dict[str, Path]()
+    try:
+        for group in groups:
+            stem = f"{_without_number(group[-1])}.{number}"
+            of = [s for one in group for s in (older[one].of if one in older else [one])]
+            parts = list(_merge_tables(run_dir, group, stem, known, written))
+            merged.append(Merged(stem=stem, of=of, parts=parts))
+        run_dir.crash("compact-1-written")
+        stage(run_dir, number, merged, written, {stem for group in groups for stem in group})
+    finally:
+        for path in written.values():
+            path.unlink(missing_ok=True)
+
+
+def _without_number(stem: str) -> str:
+    head, _, sequence = stem.rpartition("-")
+    return f"{head}-{sequence.partition('.')[0]}"
+
+
+def _try_exchange(run_dir: RunDir) -> None:
+    """Raises: StoreError before any work when the switch would fail."""
+    folders = [run_dir.path / "tmp" / f"exchange-{n}" for n in (1, 2)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    try:
+        exchange(*folders)
+    finally:
+        for folder in folders:
+            folder.rmdir()
+
+
+def _mark(run_dir: RunDir) -> None:
+    """Keep versions out that do not know merged parts."""
+    epoch = run_dir.epoch(run_dir.epochs()[-1])
+    marked = msgspec.structs.replace(epoch, schema_version=COMPACTED_VERSION)
+    if marked != epoch:
+        data = add_digest(msgspec.json.encode(marked))
+        run_dir.storage.put(f"epochs/{epoch.epoch}.json", data)
+
+
+def _committed(run_dir: RunDir) -> dict[tuple[str, str], Part]:
+    """(stem, table) -> what was committed for a part, or recorded for a merged one."""
+    committed = [(c.stem, c.parts) for c in read_commits(run_dir)]
+    committed += [(one.stem, one.parts) for c in read_compactions(run_dir) for one in c.merged]
+    return {(stem, part.table): part for stem, parts in committed for part in parts}
+
+
+def _merge_tables(
+    run_dir: RunDir,
+    group: Sequence[str],
+    stem: str,
+    known: Mapping[tuple[str, str], Part],
+    written: dict[str, Path],
+) -> Iterator[Part]:
+    """Write the merged parts of a group to tmp/, one for each table that has rows."""
+    for table in TABLES:
+        paths = [run_dir.part_path(table, one) for one in group]
+        own = [(p, known.get((one, table))) for p, one in zip(paths, group, strict=True)]
+        for path, part in own:
+            if part is None and path.exists():
+                raise StoreError(f"{path} is not in the commit of its batch. Move it away first")
+            if part is not None and (
+                fault := part_fault(run_dir, stem_of(path), part, content=True)
+            ):
+                raise StoreError(
+                    f"{path} {fault}. Nothing was merged; see `hermes-rl check {run_dir.path}`"
+                )
+        parts = [(path, part) for path, part in own if part is not None]
+        if parts:
+            name = f"{table}/part-{stem}.parquet"
+            written[name] = local = run_dir.storage.temporary(name)
+            rows = _write(table, [path for path, _ in parts], local)
+            if rows != sum(part.rows for _, part in parts):
+                raise StoreError(
+                    f"{run_dir.path}: {table} of {stem} lacks rows; nothing was merged"
+                )
+            run_dir.storage.sync_path(local)
+            size = local.stat().st_size
+            yield Part(table=table, rows=rows, size=size, sha256=file_sha256(local))
+
+
+def _write(table: str, parts: Sequence[Path], local: Path) -> int:
+    """Write the rows of some parts to one file, in row groups of `ROW_GROUP_BYTES`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from hermes_rl.store.parts import ROW_GROUP_BYTES
+    from hermes_rl.store.schema import schema_of
+
+    schema, rows, held = schema_of(table), 0, 0
+    waiting: list[Any] = []
+    with pq.ParquetWriter(local, schema, compression="zstd", compression_level=3) as writer:
+
+        def flush() -> None:
+            if waiting:
+                whole = pa.concat_tables(waiting)
+                writer.write_table(whole, row_group_size=whole.num_rows)
+                waiting.clear()
+
+        for found in _row_groups(parts):
+            # Parts of an older version lack columns that came later.
+            columns = [
+                found[f.name] if f.name in found.column_names else pa.nulls(found.num_rows, f.type)
+                for f in schema
+            ]
+            if held + found.nbytes > ROW_GROUP_BYTES:
+                flush()
+                held = 0
+            waiting.append(pa.Table.from_arrays(columns, schema=schema))
+            held += found.nbytes
+            rows += found.num_rows
+        flush()
+    return rows
+
+
+def _row_groups(parts: Sequence[Path]) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            for number in range(file.num_row_groups):
+                yield file.read_row_group(number)

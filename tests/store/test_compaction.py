@@ -1,0 +1,204 @@
+"""Merged parts: the same rows for every reader, at every moment and after every kill."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import duckdb
+import invariants as checks
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from scripted_driver import Plan
+from scripted_rows import CONFIG, Play
+
+from hermes_rl.errors import StoreError
+from hermes_rl.store import (
+    COMPACTION_POINTS,
+    CRASH_VARIABLE,
+    TABLES,
+    RunDir,
+    compact_run,
+    file_faults,
+    load_run,
+    open_run,
+    repair_run,
+    schema_of,
+)
+
+MERGE = "import sys; from hermes_rl.store import compact_run; compact_run(sys.argv[1], grace_s=0)"
+
+
+def glob_units(path: Path) -> Counter[str]:
+    """The units that a plain glob of `trajectories` reads."""
+    parts = sorted(path.glob("trajectories/*.parquet"))
+    return Counter(u for p in parts for u in pq.read_table(p, columns=["unit_id"])[0].to_pylist())
+
+
+def content(path: Path) -> dict[str, list[dict[str, object]]]:
+    run = load_run(path)
+    return {table: run.arrow(table).to_pylist() for table in TABLES}
+
+
+def faults(path: Path) -> list[str]:
+    return [f"{place}: {fault}" for place, fault in file_faults(RunDir(path))]
+
+
+@pytest.fixture
+def finished(play: Play, run_path: Path) -> Path:
+    assert play(path=run_path, units=14) == 0
+    assert len(list(run_path.glob("trajectories/*"))) > 1
+    return run_path
+
+
+def test_rows_order_figures_and_readers_stay(finished: Path) -> None:
+    before, stats, units = content(finished), load_run(finished).stats, glob_units(finished)
+    done = compact_run(finished, grace_s=0)
+    assert done.after < done.before
+    assert len(list(finished.glob("trajectories/*.parquet"))) == 1
+    assert content(finished) == before
+    assert load_run(finished).stats == stats
+    assert faults(finished) == []
+    assert glob_units(finished) == units
+    files = str(finished / "trajectories/*.parquet")
+    assert duckdb.sql(f"select count(*) from '{files}'").fetchall() == [(len(units),)]
+    assert len(pd.read_parquet(finished / "trajectories")) == len(units)
+    assert not list((finished / ".compact").iterdir()), "old files are gone"
+    for table in TABLES:
+        for part in finished.glob(f"{table}/*"):
+            assert pq.read_schema(part).equals(schema_of(table), check_metadata=True)
+    again = compact_run(finished, grace_s=0)
+    assert again.before == again.after == done.after
+
+
+def test_a_merged_run_is_resumed_and_merged_again(play: Play, finished: Path) -> None:
+    compact_run(finished, grace_s=0)
+    plan = Plan(str(finished), units=20)
+    assert play(path=finished, units=20) == 0
+    checks.check_no_unit_ran_again(finished, plan)
+    before = content(finished)
+    compact_run(finished, grace_s=0)
+    assert content(finished) == before
+    assert len(list(finished.glob("trajectories/*.parquet"))) == 1
+    assert len(list(finished.glob("compacted/*.json"))) == 1, "older snapshots are forgotten"
+    assert faults(finished) == []
+    assert play(path=finished, units=20) == 0, "nothing is left to do"
+    assert glob_units(finished).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("passing", [1, 3])
+@pytest.mark.parametrize("point", COMPACTION_POINTS)
+def test_killed_while_merging(
+    play: Play, finished: Path, point: str, passing: int, earlier: bool
+) -> None:
+    if earlier:
+        compact_run(finished, grace_s=0)
+        assert play(path=finished, units=18) == 0
+    units = 18 if earlier else 14
+    before, globbed = content(finished), glob_units(finished)
+    merge = [sys.executable, "-c", MERGE, str(finished)]
+    environment = {**os.environ, CRASH_VARIABLE: f"{point}:{passing}"}
+    ended = subprocess.run(merge, env=environment, check=False).returncode
+    assert ended == -signal.SIGKILL or (passing > 1 and ended == 0)
+    assert content(finished) == before, "load_run reads the same rows after the kill"
+    assert glob_units(finished) == globbed, "and so does a glob"
+    assert [f for f in faults(finished) if "belongs to no commit" not in f] == []
+    assert play(path=finished, units=units) == 0, "a start completes or drops the merge"
+    assert content(finished) == before
+    compact_run(finished, grace_s=0)
+    assert content(finished) == before
+    assert glob_units(finished) == globbed
+    assert faults(finished) == []
+    assert len(list(finished.glob("trajectories/*.parquet"))) == 1
+    assert not list((finished / "tmp").iterdir())
+
+
+def test_globs_read_every_row_once_at_any_moment(finished: Path) -> None:
+    """A reader that lists and reads all the time, while a run is merged again and again."""
+    units, seen, ended = set(glob_units(finished)), 0, threading.Event()
+    wrong: list[object] = []
+
+    def read() -> None:
+        nonlocal seen
+        while not ended.is_set():
+            try:
+                found = glob_units(finished)
+            except FileNotFoundError:
+                continue  # listed before a switch: an error that names the file, never other rows
+            seen += 1
+            if found != Counter(units):
+                wrong.append(found)
+
+    async def more(path: Path) -> None:
+        async with await open_run(path, CONFIG):
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        compact_run(finished, grace_s=600)
+        for _ in range(3):
+            asyncio.run(more(finished))
+    finally:
+        ended.set()
+        reader.join()
+    assert seen
+    assert not wrong
+
+
+def test_a_reader_that_listed_before_the_switch_still_reads(finished: Path) -> None:
+    run, before = load_run(finished), content(finished)["trajectories"]
+    steps = run.batches("trajectories", ["unit_id"], 1)
+    first = next(steps)["unit_id"].to_pylist()
+    compact_run(finished)
+    rest = [u for batch in steps for u in batch["unit_id"].to_pylist()]
+    assert first + rest == [row["unit_id"] for row in before]
+
+
+def test_an_older_version_refuses_a_merged_run(finished: Path) -> None:
+    """It would miss the rows and pay for them again."""
+    compact_run(finished)
+    run_dir = RunDir(finished)
+    assert run_dir.epoch(run_dir.epochs()[-1]).schema_version == 2
+
+
+def test_damage_is_refused_reported_once_and_repaired(finished: Path) -> None:
+    part = next(finished.glob("trajectories/*.parquet"))
+    good = part.read_bytes()
+    part.write_bytes(good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
+    with pytest.raises(StoreError, match=r"sha256 differs\. Nothing was merged"):
+        compact_run(finished)
+    part.write_bytes(good)
+    compact_run(finished, grace_s=0)
+    record = finished / "compacted" / "1.json"
+    text = record.read_bytes()
+    record.write_bytes(text.replace(b'"rows":', b'"rowz":', 1))
+    before = content(finished)
+    (fault,) = faults(finished)
+    assert fault.startswith(f"{record}: ")
+    repair_run(finished)
+    assert (faults(finished), record.read_bytes()) == ([], text)
+    assert content(finished) == before
+    merged = next(finished.glob("trajectories/*.parquet"))
+    merged.unlink()
+    assert faults(finished) == [f"{merged}: is missing, but its batch is committed"]
+
+
+def test_what_cannot_be_merged_says_so(finished: Path) -> None:
+    (finished / "trajectories" / "notes").mkdir()
+    with pytest.raises(StoreError, match=r"trajectories/notes is not a file. Move it away"):
+        compact_run(finished)
+    (finished / "trajectories" / "notes").rmdir()
+    (finished / "trajectories" / "notes.txt").write_text("mine")
+    lock = RunDir(finished).lock()
+    with pytest.raises(StoreError, match="in use by process"):
+        compact_run(finished)
+    lock.release()
+    compact_run(finished, grace_s=0)
+    assert (finished / "trajectories" / "notes.txt").read_text() == "mine"
