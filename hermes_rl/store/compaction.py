@@ -88,8 +88,8 @@ def merge_batches(
     complete_switches(run_dir, grace_s=grace_s)
     known = _committed(run_dir)
     stems = {stem for stem, _ in known}
-    ours = {stem: size for stem, size in _sizes(run_dir).items() if stem in stems}
-    groups = _groups(ours, small, target)
+    known_sizes = {stem: size for stem, size in _sizes(run_dir).items() if stem in stems}
+    groups = _groups(known_sizes, small, target)
     if groups:
         _merge(run_dir, groups, known)
         complete_switches(run_dir, grace_s=grace_s)
@@ -189,8 +189,8 @@ def _merge_tables(
     """Write the merged parts of a group to tmp/, one for each table that has rows."""
     for table in TABLES:
         paths = [run_dir.part_path(table, one) for one in group]
-        own = [(p, known.get((one, table))) for p, one in zip(paths, group, strict=True)]
-        for path, part in own:
+        sources = [(p, known.get((one, table))) for p, one in zip(paths, group, strict=True)]
+        for path, part in sources:
             if part is None and path.exists():
                 raise StoreError(f"{path} is not in the commit of its batch. Move it away first")
             if part is not None and (
@@ -199,7 +199,7 @@ def _merge_tables(
                 raise StoreError(
                     f"{path} {fault}. Nothing was merged; see `hermes-rl check {run_dir.path}`"
                 )
-        parts = [(path, part) for path, part in own if part is not None]
+        parts = [(path, part) for path, part in sources if part is not None]
         if parts:
             name = f"{table}/part-{stem}.parquet"
             written[name] = local = run_dir.storage.temporary(name)

@@ -119,16 +119,16 @@ def merged_by_stem(run_dir: RunDir) -> dict[str, list[Merged]]:
 
 def find_part(run_dir: RunDir, stem: str, part: Part) -> tuple[Path, Part]:
     """The file that has the rows of a part, and what was committed for it."""
-    own = run_dir.part_path(part.table, stem)
+    first = run_dir.part_path(part.table, stem)
     merged = [
         (run_dir.part_path(part.table, one.stem), whole)
         for one in merged_by_stem(run_dir).get(stem, ())
         for whole in one.parts
         if whole.table == part.table
     ]
-    # Before the switch, and after a kill before it, the rows are still in their own file.
-    there = (place for place in [*merged, (own, part)] if os.path.lexists(place[0]))
-    return next(there, merged[0] if merged else (own, part))
+    # Before the switch, and after a kill before it, the rows are still in their first file.
+    there = (place for place in [*merged, (first, part)] if os.path.lexists(place[0]))
+    return next(there, merged[0] if merged else (first, part))
 
 
 def replaced_stems(run_dir: RunDir, parts: list[Path]) -> set[str]:

@@ -5,7 +5,7 @@
     /tmp/carriers/bin/python tests/bench/carriers.py
 
 Commits of 16 rows of 20 KB, one after the other, each durable on return where the carrier can do
-that: the case of slow rollouts. `own` is the same work with the calls of the store: a Parquet part
+that: the case of slow rollouts. `hermes_rl` is the same work as the store does it: a Parquet part
 and a JSON commit, both fsynced and renamed. The kills end a writer at a random moment, 40 times;
 then a second writer repeats its commits, and the rows are counted.
 """
@@ -48,7 +48,7 @@ def durable(path: Path, write: Any) -> None:
         os.close(fd)
 
 
-def commit_own(root: str, n: int, options: dict[str, str]) -> None:
+def commit_hermes_rl(root: str, n: int, options: dict[str, str]) -> None:
     import pyarrow.parquet as pq
 
     base = Path(root)
@@ -107,7 +107,7 @@ def glob_units(root: str) -> list[str]:
     return [u for p in parts for u in pq.read_table(p, columns=["unit"])["unit"].to_pylist()]
 
 
-COMMIT = {"own": commit_own, "delta": commit_delta, "lance": commit_lance}
+COMMIT = {"hermes_rl": commit_hermes_rl, "delta": commit_delta, "lance": commit_lance}
 
 
 def measure(kind: str, root: str, options: dict[str, str], commits: int) -> str:
@@ -153,12 +153,12 @@ def kills(kind: str) -> str:
             doubled += len(units) - len({*units})
             if kind == "delta":
                 orphans += len(glob_units(root)) - len(units)
-    told = f"{lost} rows lost, {doubled} doubled, {broken} unreadable"
-    return told + (f", a glob sees {orphans} rows too many" if kind == "delta" else "")
+    found = f"{lost} rows lost, {doubled} doubled, {broken} unreadable"
+    return found + (f", a glob sees {orphans} rows too many" if kind == "delta" else "")
 
 
 def start_s3() -> tuple[Any, dict[str, str]]:
-    """A moto server in its own process: delta-rs holds the interpreter lock while it waits."""
+    """A moto server in another process: delta-rs holds the interpreter lock while it waits."""
     import boto3
 
     with socket.socket() as free:
@@ -222,14 +222,14 @@ def compacted(kind: str, root: str) -> str:
         DeltaTable(root).optimize.compact()
         early = len(glob_units(root))
         DeltaTable(root).vacuum(0, enforce_retention_duration=False, dry_run=False)
-        told = f"a glob before vacuum sees {early} rows of {COMMITS * ROWS}"
+        found = f"a glob before vacuum sees {early} rows of {COMMITS * ROWS}"
     else:
         import lance
 
         dataset = lance.dataset(root)
         dataset.optimize.compact_files()
-        told = f"no Parquet files: {len(glob_units(root))} rows by a glob"
-    return f"{time.perf_counter() - began:.1f} s; {told}"
+        found = f"no Parquet files: {len(glob_units(root))} rows by a glob"
+    return f"{time.perf_counter() - began:.1f} s; {found}"
 
 
 def main() -> None:
@@ -243,7 +243,7 @@ def main() -> None:
 
 
 def compare(kind: str, options: dict[str, str]) -> None:
-    module = {"own": "pyarrow.parquet", "delta": "deltalake", "lance": "lance"}[kind]
+    module = {"hermes_rl": "pyarrow.parquet", "delta": "deltalake", "lance": "lance"}[kind]
     loading = f"import time; t=time.process_time(); import {module}; print(time.process_time()-t)"
     cost = subprocess.run([sys.executable, "-c", loading], capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -251,7 +251,7 @@ def compare(kind: str, options: dict[str, str]) -> None:
         print(f"{kind}: import {float(cost.stdout):.2f} s CPU")
         print(f"{kind}: local {measure(kind, root, {}, COMMITS)}", flush=True)
         print(f"{kind}: {sum(p.is_file() for p in Path(root).rglob('*'))} files", flush=True)
-        if kind != "own":
+        if kind != "hermes_rl":
             print(f"{kind}: compaction {compacted(kind, root)}", flush=True)
             where = f"s3://bench/{kind}"
             print(f"{kind}: s3 {measure(kind, where, options, 30)}", flush=True)
@@ -263,7 +263,7 @@ def compare(kind: str, options: dict[str, str]) -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 4:
         kind, root, count = sys.argv[1:]
-        __import__({"own": "pyarrow.parquet", "delta": "deltalake", "lance": "lance"}[kind])
+        __import__({"hermes_rl": "pyarrow.parquet", "delta": "deltalake", "lance": "lance"}[kind])
         print("ready", flush=True)
         for number in range(int(count)):
             COMMIT[kind](root, number, {})
