@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
@@ -20,8 +21,14 @@ from hermes_rl.rl.cpu_worker import HEAD, frame, resolve
 MAX_DEFAULT_WORKERS = 4
 """Most workers of a pool by default; fewer if the machine has fewer cores."""
 
+PREPARE_S = 600.0
+"""Limit of `prepare`, with the start of the process."""
 _FRAME_BYTES = 1 << 30
 _DYING_S = 5.0
+
+
+class RanTooLong(NoVerdict):
+    """A call was killed at its time limit."""
 
 
 class _Died(Exception):
@@ -46,21 +53,36 @@ class Pool:
         self._idle: list[Process] = []
         self._all: set[Process] = set()
 
-    async def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
+    async def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float,
+        prepare: tuple[Callable[..., Any], *tuple[Any, ...]] | None = None,
+    ) -> Any:
         """Call a function in a worker (`RolloutContext.cpu`).
+
+        Args:
+            prepare: a function and its arguments, called before it in the same worker; its time
+                does not count.
 
         Raises: UserError for a function that has no import name, or arguments that do not pickle;
             CannotJudge when the worker died or `timeout_s` passed; what the function raises.
         """
-        job = frame((self._modules, *_name_of(function), _pickled(function, args)))
+        job = self._job(function, args)
         async with self._turns:
             worker = self._take_idle() or await self._start()
             try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await _exchange(worker, job)
+                answer: Any = ("ok", None)
+                if prepare is not None:
+                    async with asyncio.timeout(PREPARE_S):
+                        answer = await _exchange(worker, self._job(prepare[0], prepare[1:]))
+                if answer[0] == "ok":
+                    async with asyncio.timeout(timeout_s):
+                        answer = await _exchange(worker, job)
             except TimeoutError:
                 await self._end(worker)
-                raise NoVerdict(f"{function.__name__} ran for more than {timeout_s:g} s") from None
+                raise RanTooLong(f"{function.__name__} ran for more than {timeout_s:g} s") from None
             except _Died:
                 code = await self._end(worker, _DYING_S)
                 why = f"signal {-code}" if code < 0 else f"exit {code}"
@@ -83,6 +105,9 @@ class Pool:
             raise error
         raise CannotJudge(f"{function.__name__} failed: {text.strip().splitlines()[-1]}")
 
+    def _job(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+        return frame((self._modules, *_name_of(function), _pickled(function, args)))
+
     def _take_idle(self) -> Process | None:
         """Take an idle worker; forget those that died meanwhile."""
         while self._idle:
@@ -98,7 +123,14 @@ class Pool:
         code += "from hermes_rl.rl.cpu_worker import main; main()"
         started = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
-                sys.executable, "-c", code, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=1 << 20
+                sys.executable,
+                "-c",
+                code,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                limit=1 << 20,
+                start_new_session=True,
             )
         )
         try:
@@ -123,7 +155,7 @@ class Pool:
                 await worker.wait()
         except TimeoutError:
             try:
-                worker.kill()
+                os.killpg(worker.pid, signal.SIGKILL)  # with what the function has started
             except ProcessLookupError:
                 pass
         code = await worker.wait()

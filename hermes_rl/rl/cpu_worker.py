@@ -1,15 +1,17 @@
 """A process that calls functions for its parent: `python -m hermes_rl.rl.cpu_worker`.
 
-Frames on stdin and stdout are 8 bytes of length, then a pickle. The process ends when stdin closes,
-even during a call.
+Frames on stdin and stdout are 8 bytes of length, then a pickle. The process, which leads a session,
+ends when stdin closes, even during a call, or when its parent dies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pickle
 import queue
+import signal
 import struct
 import sys
 import threading
@@ -17,6 +19,7 @@ import traceback
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct(">Q")
+_SET_PDEATHSIG = 1
 NICENESS = 5
 """The parent's event loop has priority."""
 
@@ -41,7 +44,7 @@ def _read(stream: BinaryIO, jobs: queue.SimpleQueue[bytes]) -> None:
         head = stream.read(HEAD.size)
         data = stream.read(HEAD.unpack(head)[0]) if len(head) == HEAD.size else b""
         if not data:
-            os._exit(0)
+            os.killpg(0, signal.SIGKILL)  # with what the function has started
         jobs.put(data)
 
 
@@ -66,6 +69,8 @@ def _call(data: bytes) -> bytes:
 def main() -> None:
     """Serve until stdin closes."""
     os.nice(NICENESS)
+    # A function that holds the interpreter would keep `_read` from ending the process.
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     # Output of the functions must not get between the frames.
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

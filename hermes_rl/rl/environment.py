@@ -120,6 +120,9 @@ class Environment(ABC, Generic[C]):
     ) -> float | Rewards:
         """Return the reward of a finished rollout.
 
+        As a plain `def` it runs in a process of its own, without `ctx.grading`, `ctx.judge` and
+        `ctx.user`, and can be killed at its time limit.
+
         The agent's processes are dead; `ctx.grading` works on what they left.
 
         Raises: CannotJudge for a fault of the verifier. The method is called again twice, with the

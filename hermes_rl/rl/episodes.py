@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import random
 import time
@@ -28,8 +29,9 @@ from hermes_rl.judging import Judge, ModelHandle
 from hermes_rl.messages import Message, UserMessage
 from hermes_rl.models import Sampling
 from hermes_rl.rl import faults
+from hermes_rl.rl.blocking import Blocked, limit_steps
 from hermes_rl.rl.context import Grading, RolloutContext
-from hermes_rl.rl.cpu import Pool
+from hermes_rl.rl.cpu import Pool, RanTooLong
 from hermes_rl.rl.environment import Environment
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
 from hermes_rl.rl.rewards import Rewards, check_rewards
@@ -137,8 +139,7 @@ class EnvEpisode(Episode):
     def __init__(self, host: Host, stage: Stage) -> None:
         super().__init__(stage)
         self.ctx = host.context(stage)
-        self._env, self._task, self._log = host.env, stage.task, stage.log
-        self._limit_s = host.opened.section.reward_seconds
+        self._host, self._env, self._task, self._log = host, host.env, stage.task, stage.log
         self.env_name = host.env.name
         self.sandboxed = host.env.config.sandboxed
         # `reply` is not called if the environment does not override it.
@@ -219,7 +220,7 @@ class EnvEpisode(Episode):
         # A series of its own, however much was drawn before: a regrade starts from it too.
         self.ctx._rng = random.Random(f"{self.ctx.seed} graded")
         method = env.compute_reward
-        value = await call_reward(env, method, self._limit_s, self._task, rollout, self.ctx)
+        value = await call_reward(self._host, method, self.ctx, self._task, rollout)
         rewards = check_reward(env, method, value, rollout.turns)
         return Graded(
             reward=rewards.total,
@@ -263,20 +264,67 @@ async def call_method(
 
 
 async def call_reward(
-    env: AnyEnvironment, method: Callable[..., Awaitable[T]], limit_s: float, *args: Any
-) -> T:
-    """Call `compute_reward` or `score_group` with a time limit.
+    host: Host, method: Callable[..., Any], ctx: RolloutContext, *args: Any
+) -> Any:
+    """Call `compute_reward` or `score_group` with a time limit (`env.reward_seconds`).
 
-    Raises: NoVerdict when it is exceeded: a further call might take as long. Others as
+    A plain function runs in a process, which is killed at the limit. An `async def` that blocks the
+    event loop is interrupted where that is possible (`blocking`).
+
+    Args:
+        args: its arguments before `ctx`.
+
+    Raises: NoVerdict when the limit is exceeded: a further call might take as long. Others as
         `call_method`.
     """
+    env, limit_s = host.env, host.opened.section.reward_seconds
     try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await call_method(env, method, VerifierFault, *args)
-    except TimeoutError:
-        assert limit.expired()
+        if not inspect.iscoroutinefunction(inspect.unwrap(method)):
+            with faults.user_code(env.name, method, VerifierFault, described=(UserError,)):
+                return await _call_in_process(host, method.__name__, ctx, args)
+        async with asyncio.timeout(limit_s):
+            made = call_method(env, method, VerifierFault, *args, ctx)
+            return await limit_steps(made, limit_s)
+    except (TimeoutError, RanTooLong, Blocked):
         what = f"ran for more than {limit_s:g} s (env.reward_seconds)"
         raise NoVerdict(faults.describe_misuse(env.name, method, what)) from None
+
+
+async def _call_in_process(
+    host: Host, name: str, ctx: RolloutContext, args: tuple[Any, ...]
+) -> Any:
+    section = host.opened.section
+    opened = section.model_dump_json(exclude_unset=True)
+    plain = replace(ctx, _sandbox=None, _grading=None, _judge=None, _user=None, _cpu=None)
+    value, state = await host.pool.run(
+        run_reward, opened, name, args, plain,
+        timeout_s=section.reward_seconds, prepare=(env_of_process, opened),
+    )  # fmt: skip
+    ctx.state.clear()
+    ctx.state.update(state)
+    return value
+
+
+_of_process: dict[str, AnyEnvironment] = {}
+
+
+def env_of_process(section: str) -> None:
+    """Set an environment up for the rewards of a process of `Pool`, once.
+
+    Args:
+        section: `EnvSection` as JSON.
+    """
+    if section not in _of_process:
+        env = open_environment(EnvSection.model_validate_json(section)).env
+        asyncio.run(env.setup())
+        _of_process[section] = env
+
+
+def run_reward(
+    section: str, name: str, args: tuple[Any, ...], ctx: RolloutContext
+) -> tuple[Any, dict[str, Any]]:
+    """Call a method of that environment; returns its value and the state."""
+    return getattr(_of_process[section], name)(*args, ctx), ctx.state
 
 
 def _guarded(

@@ -380,8 +380,7 @@ class Grader:
             _work_item(ready.rows[0], task), unit_id=group_id, attempt=0, repeat=0, seed=seed
         )
         ctx = self.host.context(self._stage(item, log))
-        limit_s = self.host.opened.section.reward_seconds
-        value = await call_reward(env, env.score_group, limit_s, task, members, ctx)
+        value = await call_reward(self.host, env.score_group, ctx, task, members)
         if value is None:
             return None
         scores = list(value) if isinstance(value, Iterable) else None

@@ -8,7 +8,7 @@ import pytest
 from runs import Lab, events, run_flags, start, start_server
 
 from hermes_rl.errors import UserError
-from hermes_rl.rl import Policy, rollouts
+from hermes_rl.rl import Policy, Selection, rollouts
 from hermes_rl.testing import FakeServer
 
 BODY = """
@@ -44,8 +44,8 @@ def talk() -> FakeServer:
     return start_server(policy=lambda request: "Well.")
 
 
-async def run(lab: Lab, body: str, server: FakeServer, **env: Any) -> Any:
-    path = lab.write(body, HEAD).path
+async def run(lab: Lab, body: str, server: FakeServer, *, head: str = HEAD, **env: Any) -> Any:
+    path = lab.write(body, head).path
     return await lab.run(
         path, server, env={"name": str(path), **env}, dataset={"limit": 2, "repeats": 2}
     )
@@ -105,6 +105,61 @@ async def test_reward_code_that_hangs_is_no_verdict(lab: Lab) -> None:
     (one, other) = lab.rows("failures")
     assert (one["cause"], other["cause"]) == ("verifier", "verifier")
     assert "compute_reward() ran for more than 0.5 s" in one["error"]
+
+
+HANGS = {
+    "a sleep": "time.sleep(1000)",
+    "a loop": "pass",
+    "a regular expression": "re.match('(a+)+b', 'a' * 60)",
+    "a program": "subprocess.run(['sleep', '1000'])",
+}
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+async def test_reward_code_that_blocks_ends_at_its_limit_and_the_others_go_on(
+    lab: Lab, hang: str, kind: str
+) -> None:
+    """A plain function runs in a process, and is killed there with what it started."""
+    method = BODY[BODY.index("async def compute_reward") : BODY.index("def note")]
+    blocks = method.replace("    return", f"    while ctx.member: {hang}\n    return")
+    body = BODY.replace(method, blocks.replace("async def", kind))
+    path = lab.write(body, HEAD + "import re, subprocess, time\n").path
+    env = {"name": str(path), "reward_seconds": 2.0}
+    async with talk() as server:
+        report = await lab.run(path, server, env=env, dataset={"limit": 1, "repeats": 2})
+    assert (report.done, report.given_up) == (1, 1)
+    (failed,) = lab.rows("failures")
+    assert failed["cause"] == "verifier"
+    assert "compute_reward() ran for more than 2 s" in failed["error"]
+    assert "made_up.py:" in failed["error"]
+
+
+def test_a_loop_in_a_reward_is_interrupted_on_another_thread_too(lab: Lab) -> None:
+    """The loop of `sync()` has a thread of its own, which gets no signals."""
+    body = BODY.replace("    return float", "    while ctx.member: pass\n    return float")
+    path = lab.write(body, HEAD).path
+    config = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
+    config["env"] = {"reward_seconds": 1.0}
+    policy = Policy(model="noop", tokens="off")
+    more: dict[str, Any] = {"group_size": 2, "limit": 1, "selection": Selection(min_valid=1)}
+    with rollouts(str(path), policy, out=lab.out, config=config, **more).sync() as stream:
+        (group,) = stream
+    assert [member.valid for member in group.members] == [True, False]
+
+
+async def test_a_plain_score_group_runs_in_a_process_with_setup_and_keeps_the_state(
+    lab: Lab,
+) -> None:
+    group = """
+def score_group(self, task, members, ctx):
+    assert os.getpid() != self.driver, "in a process"
+    return [member.member / 4 for member in members]
+"""
+    body = BODY.replace('    self.note("setup")', "    self.driver = os.getppid()\n")
+    async with talk() as server:
+        await run(lab, body + group, server, head=HEAD + "import os\n")
+    assert [g["rewards"] for g in lab.groups().values()] == [[0.0, 0.25], [0.0, 0.25]]
 
 
 async def test_a_score_group_that_hangs_leaves_its_row_with_the_error(lab: Lab) -> None:
