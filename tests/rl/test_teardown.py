@@ -117,7 +117,7 @@ HANGS = {
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
-async def test_reward_code_that_blocks_ends_at_its_limit_and_the_others_go_on(
+async def test_reward_code_that_blocks_ends_at_its_limit_and_others_continue(
     lab: Lab, hang: str, kind: str
 ) -> None:
     """A plain function runs in a process, and is killed there with what it started."""
