@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,9 @@ class WorkerHandle(Protocol):
 
     async def send(self, item: WorkItem) -> None:
         """Send it an attempt. Raises: WorkerLost."""
+
+    async def interrupt(self, units: list[str]) -> None:
+        """End the attempts at these units; their rows have the cause `interrupted`."""
 
     async def poll(self) -> Reply:
         """Return what happened since the last poll; waits a few seconds at most. Raises:
@@ -233,6 +236,13 @@ class Dispatcher:
             if self._ending.is_set():
                 return
             await self._send(self._least_loaded(), item)
+
+    async def interrupt(self, units: Collection[str]) -> None:
+        """End the running attempts at these units."""
+        for slot in self._all_slots():
+            running = [unit for unit in units if unit in slot.in_flight]
+            if running and slot.handle is not None:
+                await slot.handle.interrupt(running)
 
     def _least_loaded(self) -> _Slot:
         return max(self._slots, key=lambda slot: slot.free)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,8 @@ class GroupSource(RunSource):
         while self.stop is None:
             if not self._live.options.policy.paused:
                 item = self._due_retry() or self._live.take()
+                if item is not None and item.attempt and self._live.drop_stale(item):
+                    continue
                 if item is not None:
                     self.in_flight[item.unit_id] = item
                     return item
@@ -201,7 +203,8 @@ class GroupSource(RunSource):
         await super().receive(receipt)
         if item is None:
             return
-        if self._driver.ledger.disposition(receipt.unit_id) != "open":
+        ended = receipt.cause == "interrupted" and self.stop is None  # by `staleness`
+        if ended or self._driver.ledger.disposition(receipt.unit_id) != "open":
             self._live.end_member(item, receipt)
 
 
@@ -263,16 +266,20 @@ class LiveGroups:
 
     @asynccontextmanager
     async def opened(
-        self, coordinator: Callable[[], Coordinator | None], end: Callable[[], None]
+        self,
+        coordinator: Callable[[], Coordinator | None],
+        end: Callable[[], None],
+        interrupt: Callable[[Collection[str]], Awaitable[None]],
     ) -> AsyncIterator[None]:
         """Deliver what earlier starts left, then what the run adds.
 
         Args:
             coordinator: of the run's budgets, while it has workers.
             end: cancels the running rollouts.
+            interrupt: ends the running rollouts of these units.
         """
         driver, every_s = self._driver, self._settings.config.run.publish_every_s
-        self._coordinator, self._cancel = coordinator, end
+        self._coordinator, self._cancel, self._interrupt = coordinator, end, interrupt
         state = await asyncio.to_thread(load_state, driver, self.options.resume_step)
         self._plan.groups.closed, self._known = state.closed, state.known
         self._rows = MemberRows(driver.run_dir, state.places)
@@ -387,7 +394,7 @@ class LiveGroups:
         return self.options.staleness.decide("start", now, oldest) == "start"
 
     def _end_stale(self) -> None:
-        """Start no further members of groups that are too old since the last update."""
+        """End the groups that are too old since the last update, and their running rollouts."""
         now, staleness = self.options.policy.version, self.options.staleness
         for group in [*self._open.values()]:
             if not group.started or group.stale is not None:
@@ -399,6 +406,18 @@ class LiveGroups:
                 self.starting, group.waiting = deque(started), []
                 if len(group.members) == group.size + group.extra:
                     self._close(group, group.stale)
+                    continue
+                running = self.source.in_flight.values()
+                units = [item.unit_id for item in running if item.group_id == group.group_id]
+                self._background(self._interrupt(units))
+
+    def drop_stale(self, item: WorkItem) -> bool:
+        """Whether a retry is not made, because its group has ended."""
+        group = self._open[item.group_id]
+        if group.stale is None:
+            return False
+        self._end(group, Member(item.repeat, item.unit_id, None, None, "interrupted"))
+        return True
 
     def _start(self, group: OpenGroup, count: int) -> None:
         self.starting.extend(group.waiting[:count])
@@ -433,7 +452,7 @@ class LiveGroups:
         name = trajectory_id(receipt.unit_id, receipt.epoch, receipt.attempt)
         ok, judged = receipt.status == "ok", receipt.reward is not None
         why = None if ok and judged else "not graded" if ok else str(receipt.cause)
-        group.members[item.repeat] = Member(
+        member = Member(
             index=item.repeat,
             unit_id=receipt.unit_id,
             trajectory_id=name if ok else None,
@@ -443,6 +462,10 @@ class LiveGroups:
         )
         if ok and receipt.stem is not None:
             self._rows.note(name, Place(stem=receipt.stem, offset=receipt.offset))
+        self._end(group, member)
+
+    def _end(self, group: OpenGroup, member: Member) -> None:
+        group.members[member.index] = member
         if len(group.members) == group.size + group.extra:
             self._refill_or_close(group)
         elif group.early and group.waiting and len(group.members) == group.early:

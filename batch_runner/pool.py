@@ -131,6 +131,10 @@ class WorkerActor:
         """Start an attempt."""
         await self._require_worker().send(decode_item(item))
 
+    async def interrupt(self, units: list[str]) -> None:
+        """End the attempts at these units."""
+        await self._require_worker().interrupt(units)
+
     async def poll(self, wait_s: float) -> bytes:
         """Return receipts since the last poll, after a short wait. Also the heartbeat."""
         return encode(await self._require_worker().poll(wait_s, GATHER_S))
@@ -171,6 +175,10 @@ class RayWorker:
     async def send(self, item: WorkItem) -> None:
         """Send it an attempt. When the actor is dead, the next poll raises."""
         self.actor.send.remote(encode(item))
+
+    async def interrupt(self, units: list[str]) -> None:
+        """End the attempts at these units."""
+        self.actor.interrupt.remote(units)
 
     async def poll(self) -> Reply:
         """Return what happened since the last poll. Raises: WorkerLost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +127,7 @@ async def arun_batch(
             return await run.run()
         run.live, live.tokens = live, run.tokens
         run.plan, run.source = live.make_source(settings, driver, run.sink)
-        async with live.opened(lambda: run.coordinator, run.end_at_once):
+        async with live.opened(lambda: run.coordinator, run.end_at_once, run.interrupt):
             return await run.run()
 
 
@@ -179,6 +179,7 @@ class _Run:
         """The approximate number of units until the dataset was read completely."""
         self.monitor = TroubleMonitor(settings.config.endpoint, self._show, self._store_trouble)
         self.work: asyncio.Task[None] | None = None
+        self._dispatcher: Dispatcher | None = None
         self.images: Images | None = None
         """Builds of missing images, if any."""
         self.live: LiveGroups | None = None
@@ -368,7 +369,7 @@ class _Run:
         settings = self.settings
         workers, lease_s = settings.workers or 0, settings.config.run.lease_s
         fleet = Fleet(max(1, workers), settings.concurrency, 1 if workers else 0, lease_s)
-        dispatcher = Dispatcher(start, self.driver, fleet, self)
+        dispatcher = self._dispatcher = Dispatcher(start, self.driver, fleet, self)
         self.work = asyncio.create_task(dispatcher.run(self.source))
         try:
             await self.work
@@ -427,6 +428,11 @@ class _Run:
         """Cancel the running rollouts; finished ones are kept."""
         if self.work is not None:
             self.work.cancel()
+
+    async def interrupt(self, units: Collection[str]) -> None:
+        """End the running attempts at these units; they are not retried."""
+        if self._dispatcher is not None:
+            await self._dispatcher.interrupt(units)
 
     async def _store_trouble(self, found: tuple[Trouble, ...]) -> None:
         """Store trouble for `status`."""

@@ -13,7 +13,7 @@ import importlib
 import json
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import msgspec
 
 from batch_runner.budgets import budgets_of
 from batch_runner.settings import Hosts, open_hosts
+from hermes_rl.agent import Control
 from hermes_rl.checkpoints import CHECKPOINTS, Checkpoints, may_resume
 from hermes_rl.config import parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause_of
@@ -130,6 +131,7 @@ class Worker:
         self._publisher = Publisher(journal, every_s=spec.publish_every_s)
         self._publishing = asyncio.create_task(self._publish())
         self._running: set[asyncio.Task[None]] = set()
+        self._controls: dict[str, Control] = {}
         self._outbox: list[Receipt] = []
         self._requests = 0
         self._throttled = 0
@@ -145,6 +147,12 @@ class Worker:
             task = asyncio.create_task(self._attempt(item))
             self._running.add(task)
             task.add_done_callback(self._ended)
+
+    async def interrupt(self, units: Sequence[str]) -> None:
+        """End the attempts at these units; their rows have the cause `interrupted`."""
+        for unit in units:
+            if (control := self._controls.get(unit)) is not None:
+                control.interrupt()
 
     async def poll(self, wait_s: float = POLL_S, gather_s: float = 0.0) -> Reply:
         """Return the events since the last poll.
@@ -213,7 +221,11 @@ class Worker:
     async def _attempt(self, item: WorkItem) -> None:
         key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
         log, segments = EventLog(self._journal.recorder(key).record), tuple[Segment, ...]()
-        row = await self._row(item, log)
+        self._controls[item.unit_id] = Control()
+        try:
+            row = await self._row(item, log)
+        finally:
+            del self._controls[item.unit_id]
         if any(isinstance(e, TokensAdded) for e in log.events):
             from hermes_rl.segments import with_segments  # most runs have no tokens
 
@@ -238,7 +250,9 @@ class Worker:
 
     async def _row(self, item: WorkItem, log: EventLog) -> Trajectory:
         try:
-            return await run_attempt(self._context, item, log, make=self._make)
+            return await run_attempt(
+                self._context, item, log, self._controls[item.unit_id], make=self._make
+            )
         except DiskFull:
             raise
         except Exception as error:  # an internal error ends one attempt, not the run

@@ -38,8 +38,8 @@ class Staleness:
     policy: StalePolicy = "pace"
     """`pace`: no new group starts while the oldest one in progress lags by `max_lag` (by 1 for 0);
     everything is delivered. `withhold`: complete groups that lag more are rejected. `cancel`: also
-    before, and their other members do not start. `mask`: they are delivered without the loss of
-    the tokens that lag more. `none`: no limit."""
+    before: their rollouts are interrupted, and their other members do not start. `mask`: they are
+    delivered without the loss of the tokens that lag more. `none`: no limit."""
     max_lag: int = 1
     """Versions."""
 
