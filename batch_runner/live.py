@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from batch_runner.budgets import budgets_of, open_budget_share
-from batch_runner.live_rows import MemberRows, Rows, load_state
-from batch_runner.plan import Plan, RunSource, Unit, UnitReader
+from batch_runner.live_rows import GroupReader, MemberRows, OpenGroup, Rows, load_state
+from batch_runner.plan import Plan, RunSource, Unit
 from batch_runner.progress import Sink
 from batch_runner.report import Stop
 from batch_runner.settings import Settings
@@ -57,73 +57,10 @@ from hermes_rl.store import (
     Place,
     open_derived_writer,
 )
-from hermes_rl.tasks import LazyRow, Task
+from hermes_rl.tasks import Task
 
 if TYPE_CHECKING:
     from hermes_rl.rl import Grader
-
-
-@dataclass
-class OpenGroup:
-    """A group that is not complete."""
-
-    item: Unit
-    group_id: str
-    size: int
-    level: str | None
-    seen: int = 0
-    """Members that were planned."""
-    waiting: list[WorkItem] = field(default_factory=list)
-    """Members that have not started."""
-    started: bool = False
-    early: int = 0
-    """Members after which it may end; 0 for none."""
-    version: int | None = None
-    """Of the policy when it started."""
-    stale: str | None = None
-    """Why it ends before all of its members have started."""
-    passed: int = 0
-    """How often the curriculum preferred another task."""
-    extra: int = 0
-    """Members beyond its size, in place of members that failed."""
-    members: dict[int, Member] = field(default_factory=dict)
-    """Members that ended, by index."""
-
-    @property
-    def task(self) -> Task | None:
-        """Its task; None for a bad row."""
-        return self.item.row.task
-
-    @property
-    def row_index(self) -> int:
-        """Position of its task in the stream."""
-        return self.item.row.index
-
-    @property
-    def task_id(self) -> str:
-        """See `WorkItem.task_id`."""
-        row = self.item.row
-        return row.task.id if row.task else row.raw_id or row.task_hash[:12]
-
-
-class GroupReader(UnitReader):
-    """Reads the units of a task stream, but not those of groups that are closed. Tasks of a stream
-    differ by their position, so none are counted."""
-
-    def __init__(self, rows: Iterable[LazyRow], config_hash: str, repeats: int, name: str) -> None:
-        super().__init__(rows, config_hash, repeats, name)
-        self.closed: set[bytes] = set()
-        """Ids of groups that are complete, rejected or skipped."""
-
-    def _read(self, row: LazyRow, done: Callable[[bytes], bool] | None) -> int:
-        self.rows += 1
-        members = row.repeats or self._repeats
-        if bytes.fromhex(group_id(self.config_hash, row.task_hash, 0)) in self.closed:
-            return members
-        parsed = row.parse()
-        self.bad_rows += parsed.task is None
-        self._units = self._members(parsed, 0, 1 if parsed.task is None else members)
-        return 0
 
 
 class GroupPlan(Plan):

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hermes_rl.errors import AuthError, ModelError, ProtocolError, ServerError, UserError
+from hermes_rl.errors import (
+    AuthError,
+    ConnectionLost,
+    ModelError,
+    ModelTimeout,
+    ProtocolError,
+    ServerError,
+    UserError,
+)
 from hermes_rl.models.base import Completion, ModelClient, ModelRequest
 from hermes_rl.models.endpoint import Endpoint, Timeouts
 from hermes_rl.models.errors import classify_response
@@ -112,7 +120,12 @@ class WireClient:
                 head = ReplyHead(reply.headers, reply.first_byte_s)
                 decoder = self._dialect.decoder(streamed.request, head)
                 with streamed.errors_with_text(decoder), _gateway_answers_as_outages(head, start):
-                    await self._read(reply, decoder, start)
+                    try:
+                        await self._read(reply, decoder, start)
+                    except (ConnectionLost, ModelTimeout, ProtocolError):
+                        if (so_far := decoder.cut_off()) is None:
+                            raise
+                        return so_far
         finally:
             await connections.end_request()
         with streamed.errors_with_text(decoder), _gateway_answers_as_outages(head, start):

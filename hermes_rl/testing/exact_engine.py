@@ -361,7 +361,9 @@ class ExactEngine(Server):
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
         if answer.version is not None and wire.name != "sglang":
             headers["x-policy-version"] = answer.version
-        if job.fault == "reset":
+        if answer.request.stream and job.fault in (None, "reset"):
+            self._stream(connection, wire, answer, headers, whole=job.fault is None)
+        elif job.fault == "reset":
             connection.reset()
         elif job.fault == "garbage":
             body = b"<html><body>Bad gateway</body></html>"
@@ -371,6 +373,20 @@ class ExactEngine(Server):
             connection.close()
         else:
             connection.send(head(200, headers, len(body)) + body)
+
+    def _stream(
+        self, connection: Connection, wire: Wire, answer: EngineAnswer,
+        headers: dict[str, str], *, whole: bool,
+    ) -> None:  # fmt: skip
+        """Send events; a stream that breaks off has those of the tokens so far."""
+        texts = [b"data: " + msgspec.json.encode(event) + b"\n\n" for event in wire.events(answer)]
+        parts = (*texts, b"data: [DONE]\n\n") if whole else texts[:-1]  # without the usage
+        body = b"".join(parts)
+        sent = {**headers, "content-type": "text/event-stream"}
+        cut = None if whole else len(body) + 1
+        connection.send(head(200, sent, cut or len(body)) + body, last=whole)
+        if not whole:
+            connection.close()
 
     def _refuse(self, connection: Connection, job: Truth, refusal: Refusal) -> None:
         self._log.add(job)

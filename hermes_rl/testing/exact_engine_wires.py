@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class EngineRequest:
     """Report probabilities of the distribution that was sampled from (llama.cpp)."""
     messages: tuple[Json, ...] = ()
     tools: tuple[Json, ...] = ()
+    stream: bool = False
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +114,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             after_sampling=bool(form.get(self.after_sampling)),
             messages=tuple(messages or ()),
             tools=tuple(form.get("tools") or ()),
+            stream=bool(form.get("stream")) and self.name == "vllm",
         )
 
     def _params(self, form: Json) -> Params:
@@ -129,6 +131,20 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             max_tokens=None if limit == -1 else limit,
             stop_ids=frozenset(form.get("stop_token_ids") or ()),
         )
+
+    def events(self, answer: EngineAnswer) -> Iterator[Json]:
+        """Yield the events of a streamed answer, each with one token; the last has the usage."""
+        whole, count = answer.sampled, len(answer.sampled.ids)
+        for n in range(count):
+            last = n + 1 == count and whole.finish != "abort"
+            part = msgspec.structs.replace(
+                whole.part(n, n + 1), finish=whole.finish if last else None,
+                stop_id=whole.stop_id if last else None,
+            )  # fmt: skip
+            event = self.write(replace(answer, sampled=part, by_token=answer.by_token and last))
+            event["usage"] = None
+            yield event
+        yield {"id": answer.request_id, "choices": [], "usage": self.write(answer)["usage"]}
 
     def write(self, answer: EngineAnswer) -> Json:
         """Return the body of an answer."""

@@ -155,6 +155,30 @@ async def test_answers_continue_over_weight_updates_with_every_token(
     assert any(one.finish == "abort" for one in truth) == (mode == "abort")
 
 
+async def test_answers_whose_connections_are_closed_continue_after_the_first_ones(lab: Lab) -> None:
+    """Answers are streamed from the first one on that is lost as a whole, and counted."""
+    lab.write(TALK)
+    async with make_engine(lab, token_s=0.02, refuse_paused=True) as engine:
+        policy = policy_at(engine, lab, "vllm")
+        async with updates(engine, 0.3, "close", policy), open_stream(lab, policy) as stream:
+            groups = [group async for group in stream]
+        truth = {one.call_id: one for one in engine.truth if one.call_id}
+    rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
+    assert len(rows) == 12
+    calls = [call for row in rows for call in row["calls"]]
+    kept = {c["call_id"] for c in calls if c["finish_reason"] is not None}
+    assert_all_tokens(groups, [truth[name] for name in kept], some_unknown=True)
+    cut = [c for c in calls if c["finish_reason"] == "abort"]
+    assert cut, "they go on from their tokens"
+    assert all(c["output_tokens"] is None for c in cut), "what the engine billed is unknown"
+    redrawn = sum(row["metrics"].get("redrawn_answers", 0) for row in rows)
+    lost = [t for t in truth.values() if t.fault == "reset" and t.call_id not in kept]
+    assert 0 < redrawn <= len(lost)
+    versions = {t.versions[-1][0] for t in lost if t.sampled_ids}
+    assert len(versions) == 1, "only answers of the first update are lost"
+    assert load_run(lab.out).failures.empty
+
+
 @pytest.mark.parametrize("tokens", ["vllm", "sglang", "chat"])
 async def test_a_version_of_a_whole_answer_is_null_where_weights_may_have_changed_within(
     lab: Lab, tokens: str

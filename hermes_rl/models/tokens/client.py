@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hermes_rl.errors import ProtocolError, UserError
+from hermes_rl.errors import ConnectionLost, ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.base import (
     OUTPUT_LIMITS,
@@ -342,7 +342,7 @@ class TokenClient(_ExactClient):
         filtered: bool = False,
     ) -> None:
         super().__init__(inner, kind, filtered)
-        self._renderer = renderer
+        self._renderer, self._streams = renderer, False
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
         self._parser = parser or find_parser(renderer.parser_name)
         self._unread = None if parser or renderer.parser_fits else renderer.unread_calls
@@ -358,17 +358,21 @@ class TokenClient(_ExactClient):
         done = len(pending.before)
         sampling = _for_rest(with_explicit_filters(request.sampling), done)
         extra = {k: _left(v, done) if k in OUTPUT_LIMITS else v for k, v in request.extra.items()}
-        answer = await self._inner.complete(
-            replace(
-                request,
-                prompt_ids=pending.sent,
-                sampling=sampling,
-                extra=extra,
-                logprobs=True,
-                stream=False,
-                on_delta=None,
+        try:
+            answer = await self._inner.complete(
+                replace(
+                    request,
+                    prompt_ids=pending.sent,
+                    sampling=sampling,
+                    extra=extra,
+                    logprobs=True,
+                    stream=self._streams,
+                    on_delta=None,
+                )
             )
-        )
+        except ConnectionLost as error:
+            self._streams |= error.served  # so that the next one that breaks off can continue
+            raise
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:
             raise ProtocolError("the engine returned no token ids", served=True)

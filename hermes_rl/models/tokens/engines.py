@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from hermes_rl.models.base import Completion, ModelRequest, Sampling, TokenCaptu
 from hermes_rl.models.tokens.logprobs import LOWEST
 from hermes_rl.models.tokens.plan import Spelling, with_explicit_filters
 from hermes_rl.models.wire import (
+    DONE,
     AnswerContext,
     BodyDecoder,
     Decoder,
     Envelope,
+    EventDecoder,
     ReplyHead,
     bearer_headers,
     count_of,
@@ -73,6 +77,9 @@ class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The part of a body that is the same in every request."""
     with_logprobs: Json
     """What requests logprobs."""
+    streamed: Json | None = None
+    """What requests a stream, each event of which has the next tokens in the form of an answer;
+    None for a route that is not streamed."""
     likely_count: str
     """The place of the number of likeliest tokens that are requested for each position."""
     unlimited: int | None = None
@@ -125,6 +132,8 @@ class TokenWire:
         _merge(form, route.fixed)
         if request.logprobs:
             _merge(form, route.with_logprobs)
+        if request.stream and route.streamed is not None:
+            _merge(form, route.streamed)
         params = form[route.params] if route.params else form
         params |= sampling_of(sampling)
         if params["top_k"] < 0:
@@ -178,17 +187,17 @@ class TokenWire:
         prompt = request.prompt_ids or ()
 
         def read(data: bytes, context: AnswerContext) -> Completion:
-            return self._completion(data, context, prompt)
+            return self._completion(context.parse(msgspec.json.decode, data), context, prompt)
 
-        return BodyDecoder(AnswerContext(head, self._secrets), read)
+        context = AnswerContext(head, self._secrets)
+        if "event-stream" in head.headers.get("content-type", ""):
+            return _TokenStream(context, partial(self._completion, context=context, prompt=prompt))
+        return BodyDecoder(context, read)
 
     def _pick(self, form: Any, name: str) -> Any:
         return pick(form, self._route.read.get(name, ""))
 
-    def _completion(
-        self, data: bytes, context: AnswerContext, prompt: tuple[int, ...]
-    ) -> Completion:
-        form = context.parse(msgspec.json.decode, data)
+    def _completion(self, form: Any, context: AnswerContext, prompt: tuple[int, ...]) -> Completion:
         if isinstance(form, dict) and form.get("error"):
             raise context.error_in_answer(form["error"])
         usage, raw = self._usage(form)
@@ -273,6 +282,58 @@ class TokenWire:
         if not all(_is_number(v) and LOWEST < v <= 1e-3 for v in values):
             return None
         return tuple(min(0.0, float(v)) for v in values)
+
+
+class _TokenStream(EventDecoder):
+    """A streamed answer of vLLM's completions. One that breaks off has the tokens so far, and the
+    finish reason `abort`.
+
+    Args:
+        read: reads an answer that came whole.
+    """
+
+    def __init__(self, context: AnswerContext, read: Callable[[Json], Completion]) -> None:
+        super().__init__(context)
+        self._read, self._form = read, Json()
+        self._choice: Json = {"token_ids": []}
+
+    in_call = False
+
+    def cut_off(self) -> Completion | None:
+        """See `EventDecoder.cut_off`."""
+        if not self._choice["token_ids"] or self._choice.get("finish_reason") is not None:
+            return None
+        self._choice["finish_reason"] = "abort"
+        # The engine may have sampled more than arrived: what it billed is unknown.
+        return replace(self._answer(), usage=None, usage_raw=None)
+
+    def _take(self, data: bytes) -> None:
+        if data.strip() == DONE:
+            self.done = True
+            return
+        chunk = self._context.parse(msgspec.json.decode, data)
+        if chunk.get("error"):
+            raise self._context.error_in_answer(chunk["error"])
+        choice = (chunk.pop("choices", None) or [{}])[0]
+        self._form |= {name: value for name, value in chunk.items() if value is not None}
+        self._choice["token_ids"] += choice.pop("token_ids", None) or []
+        there = self._choice.setdefault("logprobs", {})
+        for name, values in (choice.pop("logprobs", None) or {}).items():
+            there[name] = there.get(name, []) + (values or [])
+        self._choice |= {name: value for name, value in choice.items() if value is not None}
+
+    def _answer(self) -> Completion:
+        if self._choice.get("finish_reason") is None:
+            if (answer := self.cut_off()) is not None:
+                return answer
+            raise self._context.truncated_error()
+        answer = self._read({**self._form, "choices": [self._choice]})
+        # The headers came before the tokens: what they name is not the version of all of them.
+        return (
+            answer
+            if answer.tokens and answer.tokens.versions
+            else replace(answer, policy_version=None)
+        )
 
 
 def pick(form: Any, places: str) -> Any:

@@ -16,7 +16,6 @@ from hermes_rl.models.base import (
     LogprobsKind,
     ModelRequest,
     TokenCapture,
-    VersionSpan,
 )
 from hermes_rl.models.prepare import cache_marks, prepare_request
 from hermes_rl.models.wire.base import (
@@ -340,13 +339,11 @@ class _StreamDecoder(EventDecoder):
         form, choice = choice_so_far.message(), choice_so_far.choice()
         finish_reason = choice_so_far.finish_reason
         answer = _completion(self._context, self._envelope, form, finish_reason, choice)
-        tokens = answer.tokens
-        named = answer.policy_version is not None and len(self._versions) != 1
-        if named and tokens is not None and not tokens.versions:
+        known, tokens = len(self._versions) == 1, answer.tokens
+        if not known and (self._versions or (tokens is not None and not tokens.versions)):
             # Several versions, or that of the headers, which came before the tokens.
-            spans = (VersionSpan(None, len(tokens.completion_ids or ())),)
-            answer = replace(answer, tokens=replace(tokens, versions=spans))
-        return replace(answer, policy_version=None) if len(self._versions) > 1 else answer
+            return replace(answer, policy_version=None)
+        return answer
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:

@@ -69,6 +69,10 @@ class Decoder(Protocol):
         """Return the answer. Raises: ModelError if it is not complete."""
         ...
 
+    def cut_off(self) -> Completion | None:
+        """Return what arrived, after the connection broke off; None if it cannot be continued."""
+        return None
+
 
 class Envelope(msgspec.Struct):
     """The fields that answers of all wires have. Usage is kept as received, as evidence."""
@@ -204,6 +208,10 @@ class BodyDecoder:
         self._context.emit(answer.message.content)
         return answer
 
+    def cut_off(self) -> Completion | None:
+        """See `Decoder.cut_off`."""
+        return None
+
 
 class EventReader:
     """Splits a byte stream into the data of its server-sent events.
@@ -257,6 +265,10 @@ class EventDecoder(ABC):
         """See `Decoder.feed`."""
         for data in self._events.feed(piece):
             self._take(data)
+
+    def cut_off(self) -> Completion | None:
+        """See `Decoder.cut_off`."""
+        return None
 
     def finish(self) -> Completion:
         """See `Decoder.finish`."""
