@@ -169,7 +169,7 @@ async def test_answers_whose_connections_are_closed_continue_after_the_first_one
     kept = {c["call_id"] for c in calls if c["finish_reason"] is not None}
     assert_all_tokens(groups, [truth[name] for name in kept], some_unknown=True)
     cut = [c for c in calls if c["finish_reason"] == "abort"]
-    assert cut, "they go on from their tokens"
+    assert cut, "they continue from their tokens"
     assert all(c["output_tokens"] is None for c in cut), "what the engine billed is unknown"
     redrawn = sum(row["metrics"].get("redrawn_answers", 0) for row in rows)
     lost = [t for t in truth.values() if t.fault == "reset" and t.call_id not in kept]
