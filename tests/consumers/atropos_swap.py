@@ -1,4 +1,4 @@
-"""A pytest plugin for atroposlib's own tests: hermes_rl's API and packing in place of its own.
+"""A pytest plugin for the tests of atroposlib: hermes_rl's API and packing in place of its own.
 
 The tests start `python -m atroposlib.cli.run_api` and import functions of `atroposlib.api.utils`.
 HERMES_RL names the command, PACKING the file `packing.py` (it needs nothing else).
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-import atroposlib.api.utils as theirs
+import atroposlib.api.utils as utils
 
 spec = importlib.util.spec_from_file_location("packing", os.environ["PACKING"])
 assert spec is not None
@@ -37,13 +37,13 @@ def grab(queue: list[Any], batch_size: int, env_configs: list[Any] | None = None
     return [queue[i] for i in indices], [g for i, g in enumerate(queue) if i not in set(indices)]
 
 
-theirs.find_groups_summing_to_target = find_groups_summing_to_target
-theirs.grab_exact_from_heterogeneous_queue = grab
-theirs.grab_batch_with_minimum_allocations = grab
+utils.find_groups_summing_to_target = find_groups_summing_to_target
+utils.grab_exact_from_heterogeneous_queue = grab
+utils.grab_batch_with_minimum_allocations = grab
 
 
 class Popen(subprocess.Popen[Any]):
-    """Starts our server for theirs."""
+    """Starts the API of hermes_rl."""
 
     def __init__(self, args: Any, *more: Any, **named: Any) -> None:
         if "atroposlib.cli.run_api" in args:

@@ -1,4 +1,4 @@
-"""atroposlib's own tests of its trajectory API and of packing, unmodified, against ours."""
+"""The tests of atroposlib of its trajectory API and of packing, unmodified, against hermes_rl."""
 
 import os
 import re
@@ -18,8 +18,8 @@ def run_their_tests(producer: str, folder: Path, *modules: str) -> int:
     """Run test modules of atroposlib; return how many passed, which must be all."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "atropos_swap", "--pyargs", *modules]
     packing = HERE.parents[1] / "hermes_rl" / "rl" / "atropos" / "packing.py"
-    ours = {"HERMES_RL": str(Path(producer).absolute().with_name("hermes-rl"))}
-    env = {**os.environ, **ours, "PACKING": str(packing), "PYTHONPATH": str(HERE)}
+    command_of = {"HERMES_RL": str(Path(producer).absolute().with_name("hermes-rl"))}
+    env = {**os.environ, **command_of, "PACKING": str(packing), "PYTHONPATH": str(HERE)}
     done = subprocess.run(
         command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
     )
