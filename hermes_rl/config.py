@@ -226,7 +226,8 @@ class DatasetSection(Section):
     """Which units."""
 
     path: str
-    """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`).
+    """A file, a folder, a Hugging Face dataset name, or a bundled name (`smoke`, `terminal_tasks`,
+    `tool_tasks`).
     A program may pass an iterable of rows, which are written to a file."""
     map: dict[str, str] = Field(default_factory=dict)
     """Column name of hermes_rl -> that of the dataset."""

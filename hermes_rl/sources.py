@@ -28,7 +28,7 @@ from hermes_rl.tasks import Columns, LazyRow, RawRow, TaskRow, decoded, lazy_row
 RUNS = "runs"
 """The folder of run directories, unless `--out` names another."""
 
-BUNDLED = ("smoke", "terminal_tasks")
+BUNDLED = ("smoke", "terminal_tasks", "tool_tasks")
 """Datasets that ship with the package."""
 
 _CHECK = f". Check the path (bundled: {', '.join(BUNDLED)})"

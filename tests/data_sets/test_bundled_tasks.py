@@ -1,4 +1,4 @@
-"""The task files in datasets/ and their cards, as files: nothing is run but `bash -n`.
+"""The task files in datasets/ and their cards, as files: nothing is run but `bash -n`, and oracles.
 
 That oracles get 1 and no-ops 0 is shown elsewhere, by `hermes-rl check --run` in real sandboxes.
 """
@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from hermes_rl import load_run
+from hermes_rl.cli import main
+
 DATASETS = Path(__file__).parents[2] / "datasets"
-FIELDS = {"id", "prompt", "files", "setup", "verify", "oracle", "requires"}
+FIELDS = {"id", "prompt", "files", "setup", "verify", "oracle", "requires", "toolsets"}
 EXTRA_COLUMNS = {"category", "difficulty", "title"}
 VERIFY_FIELDS = {"script", "files", "timeout_s", "image", "score"}
 DIFFICULTIES = ("easy", "medium", "hard")
@@ -44,7 +47,8 @@ def rows_of(name: str) -> list[Row]:
 
 SMOKE = rows_of("smoke")
 TASKS = rows_of("terminal_tasks")
-BOTH = SMOKE + TASKS
+TOOL_TASKS = rows_of("tool_tasks")
+BOTH = SMOKE + TASKS + TOOL_TASKS
 each_task = pytest.mark.parametrize("row", BOTH, ids=[row["id"] for row in BOTH])
 
 
@@ -148,7 +152,7 @@ def test_no_two_tasks_are_alike(part: str) -> None:
         return "\n".join((verify["script"], *map(str, verify.get("files", {}).values())))
 
     by_text: dict[str, list[str]] = {}
-    for row in TASKS:
+    for row in TASKS + TOOL_TASKS:
         by_text.setdefault(masked(text(row) if part == "verify" else row[part]), []).append(
             row["id"]
         )
@@ -156,7 +160,9 @@ def test_no_two_tasks_are_alike(part: str) -> None:
 
 
 def test_no_two_prompts_share_most_of_their_words() -> None:
-    words = {row["id"]: set(re.findall(r"[a-z]+", row["prompt"].lower())) for row in TASKS}
+    words = {
+        row["id"]: set(re.findall(r"[a-z]+", row["prompt"].lower())) for row in TASKS + TOOL_TASKS
+    }
     for a, b in combinations(words, 2):
         assert len(words[a] & words[b]) / len(words[a] | words[b]) < 0.6, (a, b)
 
@@ -197,22 +203,42 @@ def test_git_and_build_tasks_say_what_they_require() -> None:
             assert row["requires"] in (["make"], ["make", "gcc"])
 
 
-def test_the_card_counts_what_is_there() -> None:
-    counts = Counter((row["category"], row["difficulty"]) for row in TASKS)
-    table = card_table("terminal_tasks", "category")
+@pytest.mark.parametrize(("name", "rows"), [("terminal_tasks", TASKS), ("tool_tasks", TOOL_TASKS)])
+def test_the_card_counts_what_is_there(name: str, rows: list[Row]) -> None:
+    counts = Counter((row["category"], row["difficulty"]) for row in rows)
+    table = card_table(name, "category")
     want = []
-    for category in dict.fromkeys(row["category"] for row in TASKS):
+    categories = list(dict.fromkeys(row["category"] for row in rows))
+    for category in categories:
         numbers = [counts[category, difficulty] for difficulty in DIFFICULTIES]
         want.append([category, *map(str, numbers), str(sum(numbers))])
-    sums = [sum(counts[c, d] for c in CATEGORIES) for d in DIFFICULTIES]
-    want.append(["all", *map(str, sums), str(len(TASKS))])
+    sums = [sum(counts[c, d] for c in categories) for d in DIFFICULTIES]
+    want.append(["all", *map(str, sums), str(len(rows))])
     assert table == want
 
 
 def test_the_folder_holds_data_and_cards_only() -> None:
     names = {path.name for path in DATASETS.iterdir()}
     data = {name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")}
-    assert data == {"smoke", "terminal_tasks"}
+    assert data == {"smoke", "terminal_tasks", "tool_tasks"}
     assert names == {"README.md", *(f"{n}.jsonl" for n in data), *(f"{n}.md" for n in data)}
     for name in data:
         assert "license: mit" in (DATASETS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_tool_tasks_cover_what_one_command_does_not() -> None:
+    assert len(TOOL_TASKS) >= 30
+    categories = Counter(row["category"] for row in TOOL_TASKS)
+    assert set(categories) == {"services", "code", "web", "plans", "skills", "mcp"}
+    assert all(row["toolsets"][0] == "terminal" for row in TOOL_TASKS)
+    assert all("browser" in row["toolsets"] for row in TOOL_TASKS if row["category"] == "web")
+    assert {row["difficulty"] for row in TOOL_TASKS} == set(DIFFICULTIES)
+
+
+@pytest.mark.slow
+def test_every_tool_task_is_solved_by_its_oracle(tmp_path: Path) -> None:
+    options = ["--model", "oracle", "--workers", "0", "--out", str(tmp_path / "run")]
+    assert main(["run", "tool_tasks", *options]) == 0
+    done = load_run(tmp_path / "run").arrow("trajectories").to_pylist()
+    rewards = {row["task_id"]: row["reward"] for row in done}
+    assert rewards == {row["id"]: 1.0 for row in TOOL_TASKS}

@@ -174,7 +174,7 @@ def test_unknown_keys_are_reported_and_stop_an_export(server: str, tmp_path: Pat
 def test_bundled_tasks_and_their_runs_contain_no_secret(tmp_path: Path) -> None:
     folder, out = Path(__file__).parents[2] / "datasets", tmp_path / "run"
     found = {p.name: find_leaks(p.read_text()) for p in sorted(folder.glob("*.jsonl"))}
-    assert found == {"smoke.jsonl": [], "terminal_tasks.jsonl": []}
+    assert found == {"smoke.jsonl": [], "terminal_tasks.jsonl": [], "tool_tasks.jsonl": []}
     options = ["--model", "oracle", "--limit", "5", "--workers", "0", "--out", str(out)]
     assert hermes("run", "smoke", *options).returncode == 0
     checked = hermes("check", str(out), "--secrets")
