@@ -200,7 +200,7 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         from hermes_rl.store import repair_run
 
         done = repair_run(path)
-        lines = [f"kept the good lines of {name}" for name in done.saved]
+        lines = [f"repaired; the damaged file is kept: {name}" for name in done.saved]
         lines += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
         for line in lines:
             print(line, file=sys.stderr if as_json else sys.stdout)

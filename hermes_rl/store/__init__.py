@@ -7,7 +7,7 @@
 | `commit` `parts` | sealed batches become Parquet parts and commits |
 | `recovery` | what a killed run left |
 | `snapshots` `compaction` | small parts replaced by merged ones, in one step per table |
-| `integrity` | checks of every file, and repair |
+| `integrity` `repair` | checks of every file, and repair |
 | `ledger` `summary` `stats` | what is done, given up and open; sums; stats.json, report.html |
 | `reader` | `load_run`: frames and Arrow; who drives a run, and what is in flight |
 | `rows` `schema` | the content of journal lines; the Arrow schemas of the tables |
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         file_sha256,
         read_payloads,
     )
-    from hermes_rl.store.integrity import FOREIGN, file_faults, repair_run
+    from hermes_rl.store.integrity import FOREIGN, file_faults
     from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         in_flight,
         load_run,
     )
+    from hermes_rl.store.repair import repair_run
     from hermes_rl.store.rows import (
         Delivery,
         Derived,

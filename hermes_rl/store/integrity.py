@@ -1,9 +1,4 @@
-"""Checks each file of a run directory, and repairs what recovery does not decide on its own.
-
-Repair recovers the valid lines of damaged journal files and keeps the files in `quarantine/saved`.
-When a unit is finished twice, it moves the later row to `failures` with cause `duplicate`. Only
-then are published parts rewritten. Their order (segments, failures, trajectories, commit) allows it
-to be killed and repeated: until the commit is rewritten the unit counts as finished twice."""
+"""Checks each file of a run directory. `repair` repairs what is found."""
 
 from __future__ import annotations
 
@@ -11,40 +6,27 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from hermes_rl.errors import CAUSES, StoreError, end_reason_of
-from hermes_rl.events import AttemptKey
-from hermes_rl.identity import trajectory_id
-from hermes_rl.store.commit import Keys, part_fault, read_commit, write_commit
-from hermes_rl.store.driver import begin_epoch
-from hermes_rl.store.files import convert_os_errors, disk_errors, file_sha256, read_payloads
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.reader import decode_metrics, find_driver, load_run
+from hermes_rl.errors import StoreError
+from hermes_rl.store.commit import part_fault, read_commit
+from hermes_rl.store.files import read_payloads
+from hermes_rl.store.reader import find_driver, load_run
 from hermes_rl.store.recovery import (
-    Recovery,
-    RecoveryReport,
-    find_final_rows,
     foreign_parts,
     quarantined,
 )
-from hermes_rl.store.rundir import FOLDERS, GRACE_S, TABLES, RunDir, order_of, part_name
-from hermes_rl.store.schema import schema_of, storage_schema
+from hermes_rl.store.rundir import FOLDERS, TABLES, RunDir, order_of
 from hermes_rl.store.snapshots import (
-    Part,
     compaction_fault,
     compaction_names,
     find_part,
+    merged_by_stem,
     read_compactions,
-    restore_compactions,
 )
-from hermes_rl.store.summary import Summary
 
 Fault = tuple[Path, str]
 
@@ -66,6 +48,8 @@ def file_faults(run_dir: RunDir) -> Iterator[Fault]:
     except StoreError as error:
         yield run_dir.path / "compacted", _error_text(run_dir.path / "compacted", error)
         return
+    for stem in sorted({*merged_by_stem(run_dir)} - {*run_dir.commit_stems()}):
+        yield run_dir.path / "commits" / f"{stem}.json", "is missing, but its rows were merged"
     seen: set[Path] = set()
     for stem in run_dir.commit_stems():
         yield from _commit_faults(run_dir, stem, seen)
@@ -100,7 +84,7 @@ def _snapshot_faults(run_dir: RunDir) -> Iterator[Fault]:
     for compaction in read_compactions(run_dir):
         for name in compaction_names(compaction.number):
             if fault := compaction_fault(run_dir, name):
-                yield run_dir.path / name, f"{fault} (--repair restores it from its copy)"
+                yield run_dir.path / name, f"{fault} (the next start restores it from its copy)"
 
 
 def _commit_faults(run_dir: RunDir, stem: str, seen: set[Path]) -> Iterator[Fault]:
@@ -206,126 +190,3 @@ def _error_text(place: Path, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"cannot be read: {error.strerror}"
     return str(error).partition("\n")[0].removeprefix(f"{place}").lstrip(": ")
-
-
-@dataclass
-class RepairReport:
-    """The results of a repair."""
-
-    recovery: RecoveryReport
-    saved: list[str] = field(default_factory=list)
-    """Where damaged files with recovered lines are kept."""
-    duplicates: list[str] = field(default_factory=list)
-    """Units that were finished twice."""
-
-
-def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
-    """Repair a run directory; a new driver can open it afterwards. Blocking. May be repeated.
-
-    Raises: StoreError when the run is in use or newer; DiskFull.
-    """
-    run_dir = RunDir(path)
-    lock = run_dir.lock()
-    try:
-        with convert_os_errors(run_dir.path):
-            return _repair(run_dir, grace_s)
-    finally:
-        lock.release()
-
-
-def _repair(run_dir: RunDir, grace_s: float) -> RepairReport:
-    epoch = begin_epoch(run_dir, None, {"repair": True})
-    saved = [_restore_quarantined(run_dir, damaged) for damaged in quarantined(run_dir)]
-    saved += restore_compactions(run_dir)
-    recovery = Recovery(run_dir, epoch, strict=False)
-    report = recovery.recover_writers(Ledger(), grace_s=grace_s)
-    for unit_id in report.duplicates:
-        for stem, key in find_final_rows(run_dir, unit_id)[1:]:
-            move_to_failures(run_dir, stem, key)
-    return RepairReport(report, saved, report.duplicates)
-
-
-def _restore_quarantined(run_dir: RunDir, damaged: Path) -> str:
-    """Link a quarantined file to `saved`, and move it back to the journal for recovery."""
-    kept = run_dir.path / "quarantine" / "saved" / f"{damaged.parent.name}.{damaged.name}"
-    kept.parent.mkdir(exist_ok=True)
-    if not kept.exists():
-        os.link(damaged, kept)
-        run_dir.storage.sync_path(kept.parent)
-    folder = run_dir.writer_path(damaged.parent.name)
-    folder.mkdir(exist_ok=True)
-    os.rename(damaged, folder / damaged.name)
-    return str(kept)
-
-
-CAUSE = "duplicate"
-
-
-def move_to_failures(run_dir: RunDir, stem: str, key: AttemptKey) -> None:
-    """Move the row of one attempt from `trajectories` to `failures`. Blocking. Raises: DiskFull."""
-    read = {name: _rows(run_dir, name, stem) for name in ("segments", "failures", "trajectories")}
-    segments, failures, finals = read.values()
-    mine = [r for r in finals if (r["unit_id"], r["attempt"]) == (key.unit_id, key.attempt)]
-    known = {r["trajectory_id"] for r in failures}
-    failures += [_duplicate(r) for r in mine if r["trajectory_id"] not in known]
-    finals = [r for r in finals if r not in mine]
-    row_id = trajectory_id(key.unit_id, key.epoch, key.attempt)
-    segments = [_without_training(s) if s["trajectory_id"] == row_id else s for s in segments]
-    tables = {"segments": segments, "failures": failures, "trajectories": finals}
-    parts = [part for name, rows in tables.items() if (part := _rewrite(run_dir, name, stem, rows))]
-    summary = Summary()
-    for table in ("failures", "trajectories"):
-        for row in tables[table]:
-            summary.add({**row, "metrics": decode_metrics(row["metrics"])}, table)
-    for segment in segments:
-        summary.add_segment(segment)
-    before = read_commit(run_dir, stem)
-    failed = {"done": False, "end_reason": end_reason_of(CAUSE), "cause": CAUSE}
-    outcomes = (
-        msgspec.structs.replace(outcome, **failed) if outcome.key == key else outcome
-        for outcome in before.keys.outcomes()
-    )
-    others = [p for p in before.parts if p.table not in tables]
-    after = msgspec.structs.replace(
-        before, keys=Keys.from_outcomes(outcomes), parts=others + parts, summary=summary
-    )
-    write_commit(run_dir, after)
-
-
-def _duplicate(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **row,
-        "status": "failed",
-        "reward": None,
-        "end_reason": end_reason_of(CAUSE),
-        "truncated": False,
-        "owner": CAUSES[CAUSE].owner,
-        "cause": CAUSE,
-        "error": f"{CAUSE}: another row of this unit is final",
-    }
-
-
-def _without_training(segment: dict[str, Any]) -> dict[str, Any]:
-    """A segment of a row that is now a failure."""
-    return {**segment, "reward": None, "trainable": False, "exclude_reason": "failed"}
-
-
-def _rows(run_dir: RunDir, table: str, stem: str) -> list[dict[str, Any]]:
-    path = run_dir.part_path(table, stem)
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist() if path.exists() else []
-    return rows
-
-
-def _rewrite(run_dir: RunDir, table: str, stem: str, rows: list[dict[str, Any]]) -> Part | None:
-    final = run_dir.part_path(table, stem)
-    if not rows:
-        final.unlink(missing_ok=True)
-        return None
-    local = run_dir.storage.temporary(part_name(table, stem))
-    schema = schema_of(table)
-    content = pa.Table.from_pylist(rows, schema=storage_schema(schema)).cast(schema)
-    with disk_errors():
-        pq.write_table(content, local, compression="zstd", compression_level=3)
-    run_dir.storage.put_file(part_name(table, stem), local)
-    size = final.stat().st_size
-    return Part(table=table, rows=len(rows), size=size, sha256=file_sha256(final))

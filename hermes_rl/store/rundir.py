@@ -64,6 +64,10 @@ _decode_epoch = msgspec.json.Decoder(Epoch).decode
 _T = TypeVar("_T")
 
 
+class NewerRun(StoreError):
+    """A run directory of a newer version of hermes_rl."""
+
+
 class RunDir:
     """Paths and basic operations of one run directory. The constructor reads and creates nothing.
 
@@ -147,17 +151,17 @@ class RunDir:
     def epoch(self, number: int) -> Epoch:
         """The content of epochs/NUMBER.json.
 
-        Raises: StoreError when it is damaged, or of a newer version.
+        Raises: NewerRun; StoreError when it is damaged.
         """
 
         def decode(content: bytes) -> Epoch:
-            version = _decode_version(content).schema_version
+            version = _decode_version(check_digest(content)).schema_version
             if version > COMPACTED_VERSION:
-                raise StoreError(
+                raise NewerRun(
                     f"{self.path} was written by a newer hermes_rl (schema {version}, this one "
                     f"knows {COMPACTED_VERSION}). Upgrade hermes_rl, or choose another --out"
                 )
-            return _decode_epoch(check_digest(content))
+            return _decode_epoch(content)
 
         return self.read(f"epochs/{number}.json", decode)
 

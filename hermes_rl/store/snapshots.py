@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -59,8 +60,8 @@ def read_compactions(run_dir: RunDir) -> list[Compaction]:
     Raises: StoreError when both are damaged.
     """
     names = run_dir.storage.names("compacted")
-    numbers = sorted(int(n[:-5]) for n in names if n.endswith(".json") and n[:-5].isdigit())
-    return [read_compaction(run_dir, number) for number in numbers]
+    found = {int(n[:-5]) for n in names if re.fullmatch(r"\d+\.(json|copy)", n)}
+    return [read_compaction(run_dir, number) for number in sorted(found)]
 
 
 def read_compaction(run_dir: RunDir, number: int) -> Compaction:
@@ -88,15 +89,12 @@ def compaction_fault(run_dir: RunDir, name: str) -> str | None:
     return None
 
 
-def restore_compactions(run_dir: RunDir) -> list[str]:
-    """Write the damaged files of snapshots again, from their copies. Returns their paths."""
-    restored = []
+def _restore(run_dir: RunDir) -> None:
+    """Write the damaged files of snapshots again, from their copies."""
     for compaction in read_compactions(run_dir):
         for name in compaction_names(compaction.number):
             if compaction_fault(run_dir, name):
                 run_dir.storage.put(name, add_digest(msgspec.json.encode(compaction)))
-                restored.append(str(run_dir.path / name))
-    return restored
 
 
 def compaction_names(number: int) -> tuple[str, str]:
@@ -174,7 +172,7 @@ def stage(
     (run_dir.path / "compacted").mkdir(exist_ok=True)
     run_dir.storage.sync_path(run_dir.path)
     record = add_digest(msgspec.json.encode(Compaction(number=number, merged=merged)))
-    for name in reversed(compaction_names(number)):  # the one that counts comes last
+    for name in compaction_names(number):  # one is enough
         run_dir.storage.put(name, record)
     run_dir.crash("compact-3-recorded")
 
@@ -186,10 +184,11 @@ OLD_FILES_S = 600.0
 def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
     """Exchange every table that waits for it, drop what a kill left half made, and remove old files
     that are older than the grace period in seconds. May be killed and repeated."""
+    _restore(run_dir)
     numbers = [n for n in run_dir.storage.names(RETIRED) if n.isdigit()]
     for number in sorted(map(int, numbers)):
         place = run_dir.path / RETIRED / str(number)
-        if not (run_dir.path / compaction_names(number)[0]).exists():
+        if not any((run_dir.path / name).exists() for name in compaction_names(number)):
             shutil.rmtree(place)
             continue
         merged = {one.stem for one in read_compaction(run_dir, number).merged}

@@ -51,7 +51,8 @@ def faults(path: Path) -> list[str]:
 
 @pytest.fixture
 def finished(play: Play, run_path: Path) -> Path:
-    assert play(path=run_path, units=14) == 0
+    for units in (8, 14):
+        assert play(path=run_path, units=units) == 0
     assert len(list(run_path.glob("trajectories/*"))) > 1
     return run_path
 

@@ -10,13 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import scripted_rows
 
 from batch_runner import Silent, run_batch
-from hermes_rl.cli import command, run_guarded
+from hermes_rl.cli import command, faults_of, run_guarded
 from hermes_rl.errors import ExitCode, HermesError
-from hermes_rl.store import JournalWriter, OpenOptions, RunDir, load_run, open_run
+from hermes_rl.store import (
+    JournalWriter,
+    OpenOptions,
+    RunDir,
+    compact_run,
+    load_run,
+    open_run,
+    repair_run,
+)
 
 HOW = ("flip", "flip", "flip", "half", "empty", "gone", "folder")
 OPTIONS = OpenOptions(grace_s=0.01)
@@ -154,6 +164,43 @@ def use(work: Callable[[], object]) -> str | None:
 async def open_and_leave(path: Path, identity: dict[str, object]) -> None:
     async with await open_run(path, identity, None, OPTIONS):
         pass
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_repair_restores_every_row_that_exists(
+    runs: dict[str, Path], place: Path, seed: int
+) -> None:
+    """A flipped bit in any file of a finished run, then `--repair`, then a start."""
+    chance = random.Random(seed)
+    for number in range(40):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(runs["ended"], place)
+        if number % 2:
+            compact_run(place, grace_s=0)
+        name, identity = chance.choice(files(place)), RunDir(runs["ended"]).epoch(1).identity
+        if number % 5 == 0:
+            name = chance.choice([f for f in files(place) if f.parts[0] in ("epochs", "commits")])
+        damage(place / name, chance.choice(["flip", "flip", "gone"]), chance)
+        case = f"{name} (seed {seed}, number {number})"
+        wanted = {u for part in place.glob("trajectories/*") for u in readable_units(part)}
+
+        repair_run(place, grace_s=0.01)
+        run = load_run(place)
+        assert set(run.trajectories["unit_id"]) == wanted, case
+        start(place, identity)
+        left = [line for line in faults_of(place) if "stats.json" not in line]
+        if name.parts[0] in ("epochs", "commits", "compacted"):
+            assert (left, run.ledger.done) == ([], 4), case
+        elif name.parts[0] == "trajectories":
+            assert run.ledger.done == len(wanted), case
+
+
+def readable_units(part: Path) -> list[str]:
+    try:
+        units: list[str] = pq.read_table(part)["unit_id"].to_pylist()
+    except (OSError, pa.ArrowException):
+        return []
+    return units
 
 
 def test_undamaged_runs_have_no_faults(
