@@ -1,6 +1,7 @@
 """The ordinary way: dispatch, record, finish, publish, read; then resume."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -90,8 +91,10 @@ async def test_a_newer_run_directory_is_refused(tmp_path: Path) -> None:
     async with await open_run(tmp_path, scripted_rows.CONFIG):
         pass
     epoch = tmp_path / "epochs" / "1.json"
-    epoch.write_text(epoch.read_text().replace('"schema_version":1', '"schema_version":2'))
-    with pytest.raises(StoreError, match=r"newer hermes_rl .schema 2, this one knows 1"):
+    content = json.loads(epoch.read_text())
+    del content["sha256"]
+    epoch.write_text(json.dumps({**content, "schema_version": 3}))
+    with pytest.raises(StoreError, match=r"newer hermes_rl .schema 3, this one knows 2"):
         await open_run(tmp_path, scripted_rows.CONFIG)
     with pytest.raises(StoreError, match="newer hermes_rl"):
         load_run(tmp_path)
