@@ -8,6 +8,8 @@ calls are recorded as calls of the attempt, under its name, so that they count o
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import shutil
 import tempfile
 import time
@@ -62,6 +64,29 @@ STOP_S = 0.7
 """How long a sub-agent that is interrupted may take to record its end."""
 _COUNT = "delegated"
 """Key of the tool state: how many sub-agents a run has had."""
+
+
+_COPIES = "hermes-rl-copy-"
+"""Prefix of the folders with copies of workspaces; a lock in each is held while it is used."""
+
+
+def _make_copy_folder() -> tuple[str, int]:
+    """Make a folder for a copy; remove those that killed processes left.
+
+    Returns: the folder, and the descriptor that locks it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_COPIES}*/lock"):
+        try:
+            with left.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left.parent, ignore_errors=True)
+        except OSError:  # in use, another user's, or gone
+            continue
+    folder = tempfile.mkdtemp(prefix=_COPIES)
+    lock = os.open(Path(folder, "new"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(Path(folder, "new"), Path(folder, "lock"))  # nobody finds it unlocked
+    return folder, lock
 
 
 @dataclass(frozen=True)
@@ -125,7 +150,7 @@ class Children:
         if not parent.policy.child_sandbox or self._with.lease is None or parent.sandbox is None:
             yield None
             return
-        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="hermes-rl-copy-")
+        folder, lock = await asyncio.to_thread(_make_copy_folder)
         try:
             copy = SandboxSnapshot(Path(folder, "copy"))
             try:
@@ -140,6 +165,7 @@ class Children:
             yield copy
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            os.close(lock)
 
     async def _child(
         self,

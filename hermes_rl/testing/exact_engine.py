@@ -145,8 +145,9 @@ class ExactEngine(Server):
         self._policy = Policy(self.vocabulary, config.seed, end)
         self._prompt_counts: Counter[bytes] = Counter()
         self._cached: set[bytes] = set()
-        self._remainders: dict[bytes, list[tuple[Sampled, float]]] = {}
-        """Prompt and tokens of an answer that was cut off -> its other tokens, and their time."""
+        self._remainders: dict[bytes, list[tuple[Sampled | None, float]]] = {}
+        """Prompt and tokens of an answer that was cut off -> its other tokens if it was scripted,
+        else None: they are drawn again; and the rest of its latency."""
         self.running = Running[_Job](config.version, self._ended)
         """The answers in progress."""
 
@@ -214,10 +215,13 @@ class ExactEngine(Server):
             self._refuse(connection, job, refusal)
             return
         tokens = drawn = len(answer.sampled.ids)
-        seconds = self.config.latency_s + self.config.token_s * tokens
-        if remainders := self._remainders.get(_key(answer.prompt)):
-            drawn, (_, seconds) = 0, remainders.pop(0)
-        job = msgspec.structs.replace(job, scripted=scripted is not None, drawn=drawn)
+        latency_s, remainders = self.config.latency_s, self._remainders.get(_key(answer.prompt))
+        by_script = scripted is not None
+        if remainders:
+            drawn, (rest, latency_s) = 0, remainders.pop(0)
+            by_script = rest is not None
+        seconds = latency_s + self.config.token_s * tokens
+        job = msgspec.structs.replace(job, scripted=by_script, drawn=drawn)
         what = _Job(connection, wire, job, answer)
         self.running.start(Generation(what, tokens, seconds))
 
@@ -234,8 +238,9 @@ class ExactEngine(Server):
             whole = answer.sampled
             key = _key((*answer.prompt, *whole.ids[:tokens]))
             if tokens or not job.drawn:
-                left = generation.seconds * (1 - tokens / max(1, generation.tokens))
-                self._remainders.setdefault(key, []).append((whole.part(tokens, None), left))
+                left = self.config.latency_s * (1 - tokens / max(1, generation.tokens))
+                rest = whole.part(tokens, None) if job.scripted else None
+                self._remainders.setdefault(key, []).append((rest, left))
             else:  # it had not begun: the next request draws another one
                 job = msgspec.structs.replace(job, drawn=0)
             part = msgspec.structs.replace(whole.part(0, tokens), finish="abort", stop_id=None)
@@ -279,7 +284,8 @@ class ExactEngine(Server):
         params, window = request.params, self.config.window
         limits = [params.max_tokens, None if window is None else window - len(prompt)]
         key = struct.pack(f"<{len(prompt)}Iq", *prompt, (params.seed or 0) % (1 << 62))
-        if remainders := self._remainders.get(_key(prompt)):
+        remainders = self._remainders.get(_key(prompt))
+        if remainders and remainders[0][0] is not None:
             return remainders[0][0], None
         times = self._prompt_counts[key]
         self._prompt_counts[key] += 1

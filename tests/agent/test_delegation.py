@@ -1,7 +1,9 @@
 """Sub-agents: results, budgets, shell sessions, deadlines, interrupts, and their record."""
 
 import asyncio
+import fcntl
 import json
+import tempfile
 import time
 from typing import Any
 
@@ -130,8 +132,17 @@ async def test_each_sub_agent_has_a_shell_session_in_the_same_sandbox(rig: Any) 
     assert "not found" in output
 
 
-async def test_a_sub_agent_may_work_in_a_copy_of_the_sandbox(rig: Any, tmp_path: Any) -> None:
-    """It begins where its parent is, with its files; what it changes is seen by nobody else."""
+async def test_a_sub_agent_may_work_in_a_copy_of_the_sandbox(
+    rig: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins where its parent is, with its files; what it changes is seen by nobody else. The
+    copy is removed, and with it those that a kill left, but not those that are in use."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("left", "used"):
+        (tmp_path / f"hermes-rl-copy-{name}").mkdir()
+        (tmp_path / f"hermes-rl-copy-{name}" / "lock").touch()
+    used = (tmp_path / "hermes-rl-copy-used" / "lock").open("rb")
+    fcntl.flock(used, fcntl.LOCK_EX)
     backend, leased = Subprocess(state_dir=tmp_path / "others"), []
 
     async def lease(agent: str, copy: Any) -> Any:
@@ -157,6 +168,8 @@ async def test_a_sub_agent_may_work_in_a_copy_of_the_sandbox(rig: Any, tmp_path:
     assert [json.loads(json.loads(m)["content"])["output"] for m in outputs] == [output] * 2
     assert json.loads(ran.results()[-1].message.content)["output"] == "mine\n"
     assert len({sandbox.workspace for sandbox in leased}) == 2
+    assert [path.name for path in tmp_path.glob("hermes-rl-copy-*")] == ["hermes-rl-copy-used"]
+    used.close()
     with pytest.raises(SandboxDied):
         await leased[0].run("true", timeout_s=5)
     await backend.aclose()

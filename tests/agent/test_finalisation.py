@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ INTERRUPTED: dict[str, tuple[list[Any], Callable[[Any], bool], str]] = {
 @pytest.mark.parametrize("phase", INTERRUPTED)
 def test_an_interrupt_in_each_phase(make: Make, tmp_path: Path, phase: str) -> None:
     steps, is_phase, roles = INTERRUPTED[phase]
-    there = threading.Event()
+    there, began = threading.Event(), list[float]()
 
     def on_event(event: Any) -> None:
         if is_phase(event):
@@ -184,11 +185,13 @@ def test_an_interrupt_in_each_phase(make: Make, tmp_path: Path, phase: str) -> N
 
         def interrupt() -> None:
             assert there.wait(30)
+            began.append(time.monotonic())
             agent.interrupt()
 
         thread = threading.Thread(target=interrupt)
         thread.start()
         result = agent.run_conversation(say(*steps))
+        took = time.monotonic() - began[0]
         thread.join()
         agent.save_trajectory(tmp_path / "run")
         assert (result["completed"], result["end_reason"]) == (False, "interrupted")
@@ -199,7 +202,9 @@ def test_an_interrupt_in_each_phase(make: Make, tmp_path: Path, phase: str) -> N
         assert row["metrics"].get("discarded_answers", 0) == (phase == "second request")
         assert row["usage"]["total_tokens"] == result["usage"]["total_tokens"]
         assert len(row["calls"]) == len(result["calls"])
+        start = time.monotonic()
         assert agent.run_conversation(say("Fine."), conversation_history=[])["completed"]
+        assert took < max(1.0, 100 * (time.monotonic() - start)), "a machine that is busy"
 
 
 def test_an_interrupt_with_a_message_makes_two_rows(make: Make, tmp_path: Path) -> None:

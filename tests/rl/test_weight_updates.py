@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from runs import Lab
 
-from hermes_rl.rl import LiveGroup, Policy, RolloutStream, rollouts
+from hermes_rl.rl import LiveGroup, Policy, RolloutStream, Staleness, rollouts
 from hermes_rl.store import load_run
 from hermes_rl.testing import ExactConfig, ExactEngine, Truth, chat_of, write_tiny_tokenizer
 
@@ -236,3 +236,57 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
     assert_all_tokens(groups, [one for one in truth if one.call_id in ids])
     assert any(one.finish == "abort" and one.sampled_ids for one in truth)
     assert any(group.versions == (1, 2) for group in groups)
+
+
+@pytest.mark.slow
+async def test_pauses_and_cut_answers_on_ray_workers(
+    lab: Lab, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write(TALK)
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    async with make_engine(lab, token_s=0.02, version_by="none") as engine:
+        policy = policy_at(engine, lab, "vllm")
+        async with open_stream(lab, policy, workers=2, limit=8) as stream:
+            groups = [await anext(stream)]
+            for version in (2, 3):
+                await policy.pause()
+                engine.running.abort_all()
+                requests = engine.requests
+                await asyncio.sleep(0.6)
+                assert engine.requests == requests, "no call starts in any worker"
+                engine.running.set_version(str(version))
+                await policy.set_version(version)
+                await policy.resume()
+                groups.append(await anext(stream))
+            groups += [group async for group in stream]
+        truth = [one for one in engine.truth if one.call_id]
+    rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
+    assert len(rows) == 32
+    ids = {call["call_id"] for row in rows for call in row["calls"]}
+    assert_all_tokens(groups, [t for t in truth if t.call_id in ids], some_unknown=True)
+    known = {v for g in groups for m in g.members for s in m.segments for v in s.version_ids}
+    assert 3 in known, "the workers know what the trainer announces"
+    assert not any("redrawn_answers" in row["metrics"] for row in rows)
+
+
+@pytest.mark.slow
+async def test_stale_rollouts_on_ray_workers_are_interrupted(
+    lab: Lab, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write(TALK)
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    async with make_engine(lab, token_s=0.02) as engine:
+        policy = policy_at(engine, lab, "vllm")
+        await policy.set_version(1)
+        more: dict[str, Any] = {"workers": 2, "limit": 4, "staleness": Staleness("cancel", 0)}
+        async with open_stream(lab, policy, **more) as stream:
+            engine.running.pause("keep")
+            before = engine.requests
+            await until(lambda: engine.requests == before + 16)
+            engine.running.set_version("2")
+            await policy.set_version(2)
+            assert [group async for group in stream] == [], "the frozen engine answered none"
+    ended = lab.rows("failures")
+    assert [row["cause"] for row in ended] == ["interrupted"] * 16

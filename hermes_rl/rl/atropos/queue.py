@@ -347,7 +347,9 @@ class TrajectoryQueue:
     def note_unsent(self, sent: Sent) -> None:
         """Note that a reply was lost: the next submission of the same body is a repeat."""
         with self._lock:
-            self._unsent[sent.digest] = (sent.reply, time.monotonic() + REPEAT_S)
+            now = time.monotonic()
+            self._unsent = {key: one for key, one in self._unsent.items() if one[1] > now}
+            self._unsent[sent.digest] = (sent.reply, now + REPEAT_S)
 
     # What both ask.
 
