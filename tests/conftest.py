@@ -7,6 +7,7 @@ which the machine has one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+import hatch_build
+from hermes_rl.sandboxes import zygote
 
 # No deadlines, since machines differ; in CI the same examples each time.
 settings.register_profile("local", deadline=None)
@@ -92,6 +96,14 @@ def ray_cluster() -> Iterator[dict[str, str]]:
         address = process.stdout.readline().strip()
         assert address, "the cluster did not start"
         yield {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _zygote_is_built() -> None:
+    """A checkout that was updated since it was installed has an older one, or none."""
+    digest = hashlib.sha256(hatch_build.SOURCE.read_bytes()).hexdigest()[:16].encode()
+    if not (zygote.BINARY.exists() and digest in zygote.BINARY.read_bytes()):
+        assert hatch_build.compile_zygote() == "", "install a C compiler"
 
 
 @pytest.fixture(scope="session")

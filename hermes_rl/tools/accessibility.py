@@ -122,12 +122,14 @@ def lines_of(
 
 
 def _line(node: Node, name: str, refs: Refs, *, full: bool) -> str:
-    role = str(node.role.value or "element")[:40]
+    role = str(node.role.value or "element").removeprefix("LayoutTable").lower()[:40] or "table"
     states = {p.name: p.value.value for p in node.properties}
+    if role != "heading":
+        states.pop("level", None)
     text = f"- {role}"
     if name:
         text += f' "{name}"'
-    usable = role in _ACTIVE or bool(states.get("focusable"))
+    usable = node.role.value in _ACTIVE or bool(states.get("focusable"))
     if node.backendDOMNodeId and (usable or full):
         text += f" [ref={refs.of(node.backendDOMNodeId)}]"
     for state in _STATES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import select
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-import hatch_build
 from hermes_rl.sandboxes import (
     Bubblewrap,
     BubblewrapSandbox,
@@ -39,14 +37,6 @@ CANARY = "canary-7f3a"
 """Stands for an API key in the launcher's environment."""
 CHECK_S = 300.0
 """How long one check may take."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _zygote_is_built() -> None:
-    """A checkout that was updated since it was installed has an older one, or none."""
-    digest = hashlib.sha256(hatch_build.SOURCE.read_bytes()).hexdigest()[:16].encode()
-    if not (zygote.BINARY.exists() and digest in zygote.BINARY.read_bytes()):
-        assert hatch_build.compile_zygote() == "", "install a C compiler"
 
 
 @pytest.fixture
