@@ -44,7 +44,13 @@ from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import run_sync
 from hermes_rl.checkpoints import CHECKPOINTS
 from hermes_rl.config import RunConfig, to_yaml
-from hermes_rl.definitions import extra_body_of, policy_of, sampling_of, sent_seed
+from hermes_rl.definitions import (
+    extra_body_of,
+    missing_tools,
+    policy_of,
+    sampling_of,
+    sent_seed,
+)
 from hermes_rl.errors import DiskFull, StoreError, UserError, cause_of
 from hermes_rl.models.rate import Coordinator
 from hermes_rl.models.tokens import TokenPlan
@@ -197,7 +203,7 @@ class _Run:
 
     async def run(self) -> Report:
         """Run all units, write the files of the driver, and report."""
-        for note in self.driver.report.notes():
+        for note in (*self.driver.report.notes(), *missing_tools(self.settings.config)):
             self.progress.note(note)
         run_dir, ledger = self.driver.run_dir, self.driver.ledger
         await asyncio.to_thread(refuse_other_dataset, self.settings, run_dir, ledger)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
 from hermes_rl.config_endpoint import EnvSection
-from hermes_rl.definitions import adapt_identity, adapt_switches
+from hermes_rl.definitions import adapt_identity, adapt_switches, missing_tools
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
@@ -131,6 +131,7 @@ def resolve_settings(config: RunConfig) -> Settings:
     keys = _keys(config)
     out = RunDir(config.run.out or default_out(config)).path
     before = _identity_at(out)
+    missing_tools(config)
     config = adapt_switches(config, before)
     identity = identity_of(config)
     if opened is not None:

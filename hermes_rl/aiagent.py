@@ -50,6 +50,7 @@ from hermes_rl.agent import (
     system_prompt,
     typed,
     whole_conversation,
+    with_services,
     with_user,
 )
 from hermes_rl.agent import (
@@ -264,6 +265,8 @@ class AIAgent:
         """A session's own system prompt is used again."""
         self._telemetry = open_telemetry(otel) if otel is not None else None
         self._joins_files = policy.context_files and system is None
+        self._joins_services = True
+        """The system prompt does not have the skills and the memory yet."""
         self._saved = None if session is None else SavedConversation(session)
         self._ended: str | None = None
         """How the last run ended; None before the first."""
@@ -563,6 +566,7 @@ class AIAgent:
             on_delta=self._deltas,
             on_reasoning=settings.callbacks.on_reasoning if settings.callbacks else None,
             tool_state=place.tool_state,
+            services=settings.services,
             budget=settings.budget,
             approval=settings.approval,
             hooks=hooks,
@@ -608,10 +612,16 @@ class AIAgent:
         self._history = with_unique_ids(continuable(stored))
         self._was_read = True
         if self._keeps_system and (system := self._saved.system_prompt) is not None:
-            self._system, self._joins_files = system, False
+            self._system, self._joins_files, self._joins_services = system, False, False
 
     async def _join_files(self, place: _Place) -> None:
-        """Join the project's instructions to the system prompt, once: it stays the same then."""
+        """Join skills, memory and the project's instructions to the system prompt, once: it stays
+        the same then."""
+        if self._joins_services:
+            self._joins_services = False
+            services, tools = self._settings.services, self._settings.tools
+            joined = with_services(self._system, services, place.tool_state, tools)
+            self._system = joined or self._system
         if self._joins_files and place.sandbox is not None:
             self._joins_files = False
             found = await context_files(place.sandbox)

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from hermes_rl.config_endpoint import ModelPlace, Positive, Seconds, Section, read_text_file
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message, SystemMessage, from_openai
+from hermes_rl.tools import Catalogue, Memory, Services, Toolset, open_skills
 
 Preset = Literal["interactive", "datagen", "rl"]
 
@@ -60,6 +61,15 @@ class ContextConfig(Section):
         return value
 
 
+class ToolsetSection(Section):
+    """Identity: a toolset of the user's."""
+
+    tools: tuple[str, ...] = ()
+    includes: tuple[str, ...] = ()
+    """Other toolsets whose tools belong to this one too."""
+    description: str = ""
+
+
 class AgentSection(Section):
     """Identity: how the agent behaves."""
 
@@ -70,6 +80,15 @@ class AgentSection(Section):
     """Named toolsets; None is `terminal` and `file`."""
     distribution: str | None = None
     """A named distribution from which the toolsets of each unit are drawn."""
+    own_toolsets: dict[str, ToolsetSection] = Field(default_factory=dict)
+    """Toolsets of yours: name -> `tools`, `includes`, `description`."""
+    own_distributions: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Distributions of yours: name -> toolset -> percentage of the units that have it."""
+    skills: tuple[str, ...] = ()
+    """Folders with skills for the toolset `skills`; none are the bundled ones."""
+    memory: str | None = None
+    """Folder of a memory that every unit with the toolset `memory` begins with. Units change a copy
+    of their own; None begins empty."""
     system_prompt: str | None = None
     """Replaces the preset's system prompt; `@FILE` reads it from a file."""
     ephemeral_system_prompt: str | None = None
@@ -91,6 +110,16 @@ class AgentSection(Section):
         """The seed from which those of units derive."""
         return 0 if self.seed is None else self.seed
 
+    @field_validator("skills")
+    @classmethod
+    def _absolute_folders(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(Path(folder).expanduser().absolute()) for folder in value)
+
+    @field_validator("memory")
+    @classmethod
+    def _absolute_folder(cls, value: str | None) -> str | None:
+        return None if value is None else str(Path(value).expanduser().absolute())
+
     @field_validator("plugins")
     @classmethod
     def _absolute(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -99,6 +128,30 @@ class AgentSection(Section):
             str(Path(name).expanduser().absolute()) if name.endswith(".py") else name
             for name in value
         )
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """All toolsets and distributions. Raises: UserError."""
+        own = {
+            name: Toolset(one.description, one.tools, one.includes)
+            for name, one in self.own_toolsets.items()
+        }
+        return Catalogue.of(own, self.own_distributions)
+
+    @property
+    def services(self) -> Services:
+        """What tools of the agent itself work with. Blocking. Raises: UserError."""
+        return Services(skills=open_skills(self.skills) if self.skills else None)
+
+    @property
+    def first_memory(self) -> dict[str, list[str]]:
+        """What the memory of each unit begins with. Blocking. Raises: UserError."""
+        if self.memory is None:
+            return {}
+        folder = Path(self.memory)
+        if not folder.is_dir():
+            raise UserError(f"'agent.memory': no folder {folder}")
+        return Memory(folder).read({})
 
     @field_validator("system_prompt")
     @classmethod

@@ -25,10 +25,9 @@ from hermes_rl.tasks import Task
 from hermes_rl.tools import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_TOOLSETS,
+    SKILL_VIEW,
     Tool,
-    draw_toolsets,
-    get_distribution,
-    resolve,
+    open_skills,
     schema_digest,
     with_wording,
 )
@@ -47,12 +46,13 @@ def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, .
     """The toolsets of a unit: the task's own, or the run's, or drawn from a distribution."""
     if task is not None and task.toolsets is not None:
         return task.toolsets
+    catalogue = config.agent.catalogue
     if task is not None and task.distribution is not None:
-        return draw_toolsets(task.distribution, seed)
+        return catalogue.draw(task.distribution, seed)
     if config.agent.toolsets is not None:
         return config.agent.toolsets
     if config.agent.distribution is not None:
-        return draw_toolsets(config.agent.distribution, seed)
+        return catalogue.draw(config.agent.distribution, seed)
     return DEFAULT_TOOLSETS
 
 
@@ -111,6 +111,46 @@ def sandbox_limits_of(section: SandboxLimitsSection, task: Task) -> SandboxLimit
     )
 
 
+def toolsets_in(agent: AgentSection) -> tuple[str, ...]:
+    """All toolsets that units of a run may have, but for those that tasks name. Raises:
+    UserError."""
+    if agent.toolsets is not None:
+        return agent.toolsets
+    if agent.distribution is not None:
+        return tuple(agent.catalogue.distribution(agent.distribution))
+    return DEFAULT_TOOLSETS
+
+
+def missing_tools(config: RunConfig) -> list[str]:
+    """What units of a run are not offered, though a distribution names it, for people.
+
+    Raises: UserError for a tool of `agent.toolsets` that lacks something here.
+    """
+    agent, catalogue = config.agent, config.agent.catalogue
+    missing = catalogue.missing(toolsets_in(agent))
+    if agent.toolsets is not None and missing:
+        name, why = next(iter(missing.items()))
+        raise UserError(
+            f"--toolsets: the tool {name!r} cannot be offered here ({why}). Provide it, or leave "
+            "its toolset out"
+        )
+    lines = [f"not offered: {name} ({why})" for name, why in missing.items()]
+    if agent.toolsets is not None:
+        return lines
+    empty = [n for n in toolsets_in(agent) if n != "none" and not catalogue.tool_names([n])]
+    return lines + [f"not offered: the toolset {name} has no tools" for name in empty]
+
+
+def _kept(agent: AgentSection, tools: Mapping[str, Tool]) -> dict[str, Any]:
+    """What the system prompt has of skills and of a memory. Raises: UserError."""
+    found: dict[str, Any] = {}
+    if SKILL_VIEW in tools or agent.skills:
+        found["skills"] = open_skills(agent.skills).digest()
+    if agent.memory is not None:
+        found["memory"] = digest(agent.first_memory)
+    return found
+
+
 def system_text(config: RunConfig, tools: Mapping[str, Tool]) -> str:
     """The run's system prompt."""
     prompt = config.agent.system_prompt
@@ -128,13 +168,11 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
 
     Raises: UserError for a toolset, distribution or image that does not exist.
     """
-    agent = config.agent
-    toolsets = DEFAULT_TOOLSETS if agent.toolsets is None else agent.toolsets
-    if agent.distribution is not None and agent.toolsets is None:
-        toolsets = tuple(get_distribution(agent.distribution))
+    agent, catalogue = config.agent, config.agent.catalogue
+    toolsets = toolsets_in(agent)
     policy = policy_of(config)
-    tools = with_wording(resolve(toolsets), policy.wording)
-    drawn = agent.distribution and dict(get_distribution(agent.distribution))
+    tools = with_wording(catalogue.resolve(toolsets), policy.wording)
+    drawn = agent.distribution and dict(catalogue.distribution(agent.distribution))
     switches = {k: v for k, v in vars(policy).items() if k != "sampling"}
     if not policy.compress_context:
         del switches["compress_context"]  # a run without it is what it was before there was such
@@ -156,6 +194,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             **_sent_only(agent),
             **_context(agent.context, policy),
             **_plugins(agent),
+            **_kept(agent, tools),
             "limits": agent.limits.model_dump(),
             "seed": agent.base_seed,
         },

@@ -35,6 +35,7 @@ from hermes_rl.agent import (
     context_files,
     run_agent,
     wall_limit,
+    with_services,
 )
 from hermes_rl.checkpoints import Checkpoint
 from hermes_rl.definitions import sandbox_limits_of
@@ -64,7 +65,7 @@ from hermes_rl.sandboxes import (
 )
 from hermes_rl.tasks import Task
 from hermes_rl.text import clean, scrub
-from hermes_rl.tools import DELEGATE_TASK, Approval, Tool
+from hermes_rl.tools import DELEGATE_TASK, MEMORY, Approval, Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.verify import Answer, grade_task
 from hermes_rl.wiring import Draw, RunContext
@@ -504,11 +505,18 @@ class _Attempt:
 
     async def _system(self, sandbox: Sandbox | None) -> str | None:
         """The system prompt, with the project's instructions where they are asked for."""
-        system = self.draw.system
+        system = with_services(
+            self.draw.system, self.context.services, self._first_state(), self.draw.tools
+        )
         if sandbox is None or not self.draw.policy.context_files:
             return system
         found = await context_files(sandbox)
         return "\n\n".join(part for part in (system, found) if part) or None
+
+    def _first_state(self) -> dict[str, Any]:
+        """What the tools of the unit begin with."""
+        memory = self.context.first_memory
+        return {MEMORY: {k: list(v) for k, v in memory.items()}} if memory else {}
 
     async def _agent(
         self, sandbox: Sandbox | None, active_s: float, checkpoint: Checkpoint | None
@@ -534,6 +542,8 @@ class _Attempt:
             active_s=active_s,
             reply=self.episode.reply if self.episode.replies else None,
             env=self.episode.tool_state(),
+            tool_state=self._first_state(),
+            services=self.context.services,
             fatal_commands=self.item.fatal_commands,
             approval=self._approval(sandbox) if draw.policy.check_commands else None,
             context=self.context.context_parts(draw.policy, self.log, self.stage.budget),

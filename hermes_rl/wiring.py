@@ -85,7 +85,7 @@ from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
 from hermes_rl.telemetry import Telemetry, open_telemetry
 from hermes_rl.text import SECRETS, mask
-from hermes_rl.tools import Tool, resolve, with_timeout, with_wording
+from hermes_rl.tools import Services, Tool, with_timeout, with_wording
 
 _CALLS_AT_ONCE = 8
 _EXPLICIT_KEY = "api_key"
@@ -141,6 +141,10 @@ class RunContext:
     """Takes the events of each rollout that has ended; None makes no spans."""
     scorer_processes: list[ScorerProcess] = field(default_factory=list)
     """For scorers that may take any time: one, once it is needed."""
+    services: Services = field(default_factory=Services)
+    """What tools of the agent itself work with."""
+    first_memory: Mapping[str, list[str]] = field(default_factory=dict)
+    """What the memory of each unit begins with."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -167,7 +171,7 @@ class RunContext:
 
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...], more: Mapping[str, Tool]) -> Draw:
         policy = policy_of(self.config)
-        tools = with_wording(resolve(toolsets), policy.wording)
+        tools = with_wording(self.config.agent.catalogue.resolve(toolsets), policy.wording)
         tools = with_timeout(tools, policy.command_timeout_s)
         if twice := sorted(tools.keys() & more.keys()):
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
@@ -366,6 +370,8 @@ async def open_run_context(
             telemetry=await _telemetry(config, stack) if config.run.otel != "off" else None,
             others=_open_others(config, stack, keyring, together),
             scorer_processes=scorer_processes,
+            services=config.agent.services,
+            first_memory=config.agent.first_memory,
         )
 
 

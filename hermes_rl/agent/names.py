@@ -17,15 +17,21 @@ from hermes_rl.config_agent import ContextConfig, check_prefill
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import Message, conversation_from_openai
-from hermes_rl.sessions import SessionStore
+from hermes_rl.sessions import SessionStore, default_store_path
 from hermes_rl.text import clean
 from hermes_rl.tools import (
     DEFAULT_TOOLSETS,
+    SESSION_SEARCH,
+    SKILL_VIEW,
     Approval,
     Ask,
+    Clarify,
+    Memory,
     Mode,
+    Services,
     Tool,
     function_tool,
+    open_skills,
     resolve,
     tool_names,
     with_timeout,
@@ -72,6 +78,13 @@ class OtherNames(TypedDict, total=False):
     and `ask` without one."""
     approval_callback: Ask | None
     """Is asked about dangerous commands; without it, `ask` denies them."""
+    clarify_callback: Clarify | None
+    """Answers the tool `clarify`; see `hermes_rl.tools.Clarify`."""
+    memory: str | Path | None
+    """Folder of the tool `memory`; None is that of this user."""
+    skills: Sequence[str | Path] | None
+    """Folders with skills, beside those that the agent makes, which are kept for this user; none
+    are the bundled ones."""
     tool_progress_callback: Callable[..., Any] | None
     """This and the next eight: see `Callbacks`."""
     tool_start_callback: Callable[..., Any] | None
@@ -98,7 +111,8 @@ def _is_session(value: object) -> bool:
 
 _CALLBACKS = tuple(n for n in OtherNames.__annotations__ if n.endswith("_callback"))
 _KINDS: tuple[tuple[Callable[[Any], bool], str, tuple[str, ...]], ...] = (
-    (_is_list, "a list", ("tools", "plugins", "prefill_messages")),
+    (_is_list, "a list", ("tools", "plugins", "prefill_messages", "skills")),
+    (lambda v: isinstance(v, str | Path), "a path", ("memory",)),
     (_are_names, "a list of names", ("toolsets", "enabled_toolsets", "disabled_toolsets")),
     (lambda v: isinstance(v, str), "text", ("system", "ephemeral_system_prompt", "session_id")),
     (lambda v: isinstance(v, bool), "True or False", ("allow_unsandboxed", "quiet_mode")),
@@ -139,6 +153,8 @@ class AgentSettings:
     approval: Approval | None
     context: ContextConfig | None
     """How a full context is compressed; None where the policy does not."""
+    services: Services
+    """What tools of the agent itself work with."""
 
 
 def settle(
@@ -188,6 +204,22 @@ def settle(
         callbacks=Callbacks.of(names),
         approval=_approval(names, policy, approval),
         context=_context(context, policy),
+        services=_services(names, offered),
+    )
+
+
+def _services(names: Mapping[str, Any], tools: Mapping[str, Tool]) -> Services:
+    """Those that the offered tools need. Raises: UserError for a folder that is no skill."""
+    store = default_store_path()
+    kept = store.parent
+    skills = None
+    if SKILL_VIEW in tools:
+        skills = open_skills(names.get("skills") or (), kept / "skills")
+    return Services(
+        memory=Memory(Path(names.get("memory") or kept / "memory").expanduser()),
+        skills=skills,
+        sessions=SessionStore(store) if SESSION_SEARCH in tools and store.exists() else None,
+        clarify=names.get("clarify_callback"),
     )
 
 

@@ -7,10 +7,12 @@ volatile: no date, host, path or user name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from hermes_rl.text import cut_middle
+from hermes_rl.tools import BUNDLED_SKILLS, MEMORY, SKILL_VIEW, Memory, Services, Skills
 
 EMPTY = "(empty)"
 """Replaces an empty answer, which no provider accepts in a history."""
@@ -156,6 +158,25 @@ def system_prompt(preset: str, tools: Collection[str], wording: int = LATEST) ->
     if not tools:
         return texts.without_tools
     return texts.with_tools + ("" if preset == "interactive" else texts.unattended)
+
+
+def with_services(
+    system: str | None, services: Services, state: Mapping[str, Any], tools: Collection[str]
+) -> str | None:
+    """A system prompt with the skills and the memory of a conversation that begins.
+
+    Args:
+        state: of the rollout's tools, where services keep nothing outside.
+        tools: names of the offered tools: what none of them reads is left out.
+
+    Raises: UserError for skills or a memory that cannot be read.
+    """
+    parts = [system] if system else []
+    if SKILL_VIEW in tools:
+        parts.append((services.skills or Skills([BUNDLED_SKILLS])).index(state))
+    if MEMORY in tools:
+        parts.append((services.memory or Memory()).snapshot(state))
+    return "\n\n".join(part for part in parts if part) or None
 
 
 HINTS = {

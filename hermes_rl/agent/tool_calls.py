@@ -122,6 +122,7 @@ class _Turn:
             max_timeout_s=run.time_left(MAX_TOOL_S),
             env=run.parts.env,
             delegate=delegate,
+            services=run.parts.services,
         )
         try:
             group = await self._group(context)

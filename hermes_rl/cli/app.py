@@ -44,6 +44,7 @@ COMMANDS = {
     "images": "images for sandboxes: list, pull, import, build, prune",
     "sandboxes": "sandboxes on this machine: list, and reap what dead workers left",
     "sessions": "kept conversations: list, show, search, export, import, prune",
+    "tools": "tools, toolsets and distributions, and what is missing here",
     "doctor": "what works on this machine, and what to install",
 }
 """Command -> its line in `hermes-rl --help`; commands without a module are not listed."""

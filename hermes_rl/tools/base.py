@@ -15,12 +15,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes import Sandbox
+
+if TYPE_CHECKING:
+    from hermes_rl.sessions import SessionStore
+    from hermes_rl.tools.memory import Memory
+    from hermes_rl.tools.skills import Skills
+
+Clarify = Callable[[str, Sequence[str]], Any]
+"""Called with a question and at most four choices; returns the answer or an awaitable of it, None
+for no answer. A plain function is called on a thread of its own."""
 
 
 class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +72,19 @@ class Delegate(Protocol):
 
 
 @dataclass(frozen=True)
+class Services:
+    """What tools of the agent itself work with; what is None is not kept outside the rollout."""
+
+    memory: Memory | None = None
+    skills: Skills | None = None
+    """None has the bundled ones."""
+    sessions: SessionStore | None = None
+    """Earlier conversations; None where there are none."""
+    clarify: Clarify | None = None
+    """Asks the user; None where nobody can answer."""
+
+
+@dataclass(frozen=True)
 class ToolContext:
     """What a tool may use: given by the agent for each rollout."""
 
@@ -77,6 +99,8 @@ class ToolContext:
     """The call that runs, where `delegate` is there."""
     delegate: Delegate | None = None
     """Runs sub-agents; None where there are none."""
+    services: Services = field(default_factory=Services)
+    """What tools of the agent itself work with."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +145,9 @@ class Tool:
     """A turn whose calls are all of such tools does not count against the limit of turns."""
     untrusted: bool = False
     """Its results come from others than the user, such as web pages: they are fenced."""
+    missing: Callable[[], str | None] | None = None
+    """Says what the tool lacks on this machine, with the remedy, such as `no key: set KEY`; None
+    when nothing is missing. A tool that lacks something is not offered to the model."""
 
     @property
     def schema(self) -> dict[str, Any]:

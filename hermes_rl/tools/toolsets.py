@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -17,17 +17,24 @@ from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.tools.base import Tool, schema
 from hermes_rl.tools.browser import BROWSER_TOOLS
+from hermes_rl.tools.clarify import clarify
 from hermes_rl.tools.delegate_task import delegate_task
+from hermes_rl.tools.memory import memory
 from hermes_rl.tools.patch import patch
 from hermes_rl.tools.read_file import read_file
 from hermes_rl.tools.search_files import search_files
+from hermes_rl.tools.session_search import session_search
+from hermes_rl.tools.skills import skill_manage, skill_view, skills_list
 from hermes_rl.tools.terminal import terminal
 from hermes_rl.tools.todo import todo
 from hermes_rl.tools.write_file import write_file
 
 TOOLS: dict[str, Tool] = {
     tool.name: tool
-    for tool in (terminal, read_file, write_file, patch, search_files, delegate_task, todo)
+    for tool in (
+        *(terminal, read_file, write_file, patch, search_files, delegate_task, todo),
+        *(memory, session_search, clarify, skills_list, skill_view, skill_manage),
+    )
 } | BROWSER_TOOLS
 """Name -> tool, in the order in which models see them."""
 
@@ -52,39 +59,156 @@ TOOLSETS: dict[str, Toolset] = {
     "coding": Toolset("Everything for work on code.", includes=("terminal", "file")),
     "delegation": Toolset("Give tasks to sub-agents.", ("delegate_task",)),
     "todo": Toolset("Keep a list of the steps of the task.", ("todo",)),
+    "memory": Toolset("Keep facts between conversations.", ("memory",)),
+    "session_search": Toolset("Search earlier conversations.", ("session_search",)),
+    "clarify": Toolset("Ask the user.", ("clarify",)),
+    "skills": Toolset(
+        "Read, follow and write instructions for kinds of tasks.",
+        ("skills_list", "skill_view", "skill_manage"),
+    ),
     "browser": Toolset("Use web pages in a browser.", tuple(BROWSER_TOOLS)),
+    "web": Toolset("Search the web and read its pages. There is no such tool yet."),
+    "vision": Toolset("Look at images. There is no such tool yet."),
+    "image_gen": Toolset("Make images. There is no such tool; distributions name it."),
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")
 
 Distribution = Mapping[str, float]
 """Toolset -> the percentage of units that have it."""
+_TEXT_FILE = {"terminal": 100, "file": 100}
 DISTRIBUTIONS: dict[str, Distribution] = {
-    "default": {"terminal": 100, "file": 100},
-    "terminal_only": {"terminal": 100},
+    "default": {"web": 100, "vision": 100, "image_gen": 100, **_TEXT_FILE, "browser": 100},
+    "image_gen": {"image_gen": 90, "vision": 90, "web": 55, "terminal": 45},
+    "research": {"web": 90, "browser": 70, "vision": 50, "terminal": 10},
+    "science": {
+        "web": 94,
+        "terminal": 94,
+        "file": 94,
+        "vision": 65,
+        "browser": 50,
+        "image_gen": 15,
+    },
+    "development": {"terminal": 80, "file": 80, "web": 30, "vision": 10},
+    "safe": {"web": 80, "browser": 70, "vision": 60, "image_gen": 60},
+    "balanced": dict.fromkeys(("web", "vision", "image_gen", "terminal", "file", "browser"), 50),
+    "minimal": {"web": 100},
+    "terminal_only": _TEXT_FILE,
+    "terminal_web": {**_TEXT_FILE, "web": 100},
+    "creative": {"image_gen": 90, "vision": 90, "web": 30},
+    "reasoning": {"web": 90, "file": 60, "terminal": 20},
+    "browser_use": {"browser": 100, "web": 80, "vision": 70},
+    "browser_only": {"browser": 100},
+    "browser_tasks": {"browser": 97, "terminal": 15, "vision": 12},
+    "terminal_tasks": {
+        "terminal": 97,
+        "file": 97,
+        "web": 97,
+        "browser": 75,
+        "vision": 50,
+        "image_gen": 10,
+    },
+    "mixed_tasks": {
+        "browser": 92,
+        "terminal": 92,
+        "file": 92,
+        "web": 35,
+        "vision": 15,
+        "image_gen": 15,
+    },
     "file_only": {"file": 100},
-    "development": {"terminal": 80, "file": 80},
-    "balanced": {"terminal": 50, "file": 50},
-    "terminal_tasks": {"terminal": 97, "file": 97},
     "mostly_terminal": {"terminal": 95, "file": 40},
     "mostly_file": {"file": 95, "terminal": 40},
 }
+"""The first 17 are those of hermes-agent."""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The toolsets and distributions of a run: those of this module and the user's."""
+
+    toolsets: Mapping[str, Toolset] = field(default_factory=lambda: TOOLSETS)
+    distributions: Mapping[str, Distribution] = field(default_factory=lambda: DISTRIBUTIONS)
+
+    @classmethod
+    def of(cls, own: Mapping[str, Toolset], distributions: Mapping[str, Distribution]) -> Catalogue:
+        """Add those of a user. Raises: UserError for a taken name, or one that does not exist."""
+        if not own and not distributions:
+            return cls()
+        for what, names, known in (
+            ("toolset", own, TOOLSETS),
+            ("distribution", distributions, DISTRIBUTIONS),
+        ):
+            if taken := sorted(names.keys() & known.keys()):
+                raise UserError(f"the {what} {taken[0]!r} exists already. Choose another name")
+        made = cls({**TOOLSETS, **own}, {**DISTRIBUTIONS, **distributions})
+        for one in own.values():
+            for name in one.tools:
+                if name not in TOOLS:
+                    raise UserError(unknown("tool", name, TOOLS))
+        made.tool_names(own)
+        for name, shares in distributions.items():
+            made.tool_names(shares)
+            if not shares or not all(0 <= percent <= 100 for percent in shares.values()):
+                raise UserError(f"distribution {name!r}: give toolsets with 0 to 100 percent each")
+        return made
+
+    def tool_names(self, toolsets: Iterable[str], inside: tuple[str, ...] = ()) -> set[str]:
+        """Names of all tools in these toolsets. Raises: UserError that lists the known toolsets."""
+        names: set[str] = set()
+        for name in toolsets:
+            if name not in self.toolsets:
+                raise UserError(unknown("toolset", name, self.toolsets))
+            if name in inside:
+                raise UserError(f"the toolset {name!r} includes itself")
+            one = self.toolsets[name]
+            names |= {*one.tools, *self.tool_names(one.includes, (*inside, name))}
+        return names
+
+    def resolve(self, toolsets: Iterable[str]) -> dict[str, Tool]:
+        """The tools of these toolsets by name, in the order of `TOOLS`, without those that lack
+        something on this machine. Raises: UserError."""
+        names = self.tool_names(toolsets)
+        return {name: t for name, t in TOOLS.items() if name in names and lacks(t) is None}
+
+    def missing(self, toolsets: Iterable[str]) -> dict[str, str]:
+        """Tools of these toolsets that are not offered -> what they lack. Raises: UserError."""
+        names = self.tool_names(toolsets)
+        return {name: why for name in TOOLS if name in names and (why := lacks(TOOLS[name]))}
+
+    def distribution(self, name: str) -> Distribution:
+        """The definition of a distribution. Raises: UserError that lists the known ones."""
+        if name not in self.distributions:
+            raise UserError(unknown("distribution", name, self.distributions))
+        return self.distributions[name]
+
+    def draw(self, name: str, seed: int) -> tuple[str, ...]:
+        """The toolsets of one unit: each drawn by itself; if none is drawn, the most likely one.
+
+        Args:
+            seed: the unit's seed; equal seeds draw equal toolsets, on every machine.
+
+        Raises: UserError.
+        """
+        distribution = self.distribution(name)
+        rng = random.Random(f"toolsets:{name}:{seed}")
+        drawn = tuple(t for t, percent in distribution.items() if rng.random() * 100 < percent)
+        return drawn or (max(distribution, key=lambda t: distribution[t]),)
+
+
+def lacks(one: Tool) -> str | None:
+    """What a tool lacks on this machine, with the remedy; None when nothing is missing."""
+    return None if one.missing is None else one.missing()
 
 
 def tool_names(toolsets: Iterable[str]) -> set[str]:
-    """Names of all tools in these toolsets. Raises: UserError that lists the known toolsets."""
-    names: set[str] = set()
-    for name in toolsets:
-        if name not in TOOLSETS:
-            raise UserError(unknown("toolset", name, TOOLSETS))
-        names |= {*TOOLSETS[name].tools, *tool_names(TOOLSETS[name].includes)}
-    return names
+    """See `Catalogue.tool_names`."""
+    return Catalogue().tool_names(toolsets)
 
 
 def resolve(toolsets: Iterable[str]) -> dict[str, Tool]:
-    """The tools of these toolsets by name, in the order of `TOOLS`. Raises: UserError."""
-    names = tool_names(toolsets)
-    return {name: tool for name, tool in TOOLS.items() if name in names}
+    """See `Catalogue.resolve`."""
+    return Catalogue().resolve(toolsets)
 
 
 def with_wording(tools: Mapping[str, Tool], wording: int) -> dict[str, Tool]:
@@ -104,21 +228,10 @@ def schema_digest(tools: Iterable[Tool]) -> str:
 
 
 def get_distribution(name: str) -> Distribution:
-    """The definition of a distribution. Raises: UserError that lists the known ones."""
-    if name not in DISTRIBUTIONS:
-        raise UserError(unknown("distribution", name, DISTRIBUTIONS))
-    return DISTRIBUTIONS[name]
+    """See `Catalogue.distribution`."""
+    return Catalogue().distribution(name)
 
 
 def draw_toolsets(name: str, seed: int) -> tuple[str, ...]:
-    """The toolsets of one unit: each drawn by itself; if none is drawn, the most likely one.
-
-    Args:
-        seed: the unit's seed; equal seeds draw equal toolsets, on every machine.
-
-    Raises: UserError.
-    """
-    distribution = get_distribution(name)
-    rng = random.Random(f"toolsets:{name}:{seed}")
-    drawn = tuple(t for t, percent in distribution.items() if rng.random() * 100 < percent)
-    return drawn or (max(distribution, key=lambda t: distribution[t]),)
+    """See `Catalogue.draw`."""
+    return Catalogue().draw(name, seed)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hermes_rl.agent import context_files, preset
 from hermes_rl.sandboxes import Sandbox, SandboxSpec, Subprocess
 from hermes_rl.sessions import SessionStore
@@ -74,3 +76,22 @@ def test_instructions_are_left_out_of_prompts_of_the_user_and_where_they_are_off
     with make(sandbox=Project(state_dir=tmp_path)) as agent:
         result = agent.run_conversation(say("ok"), system_message="Mine.")
         assert system_of(result) == "Mine."
+
+
+def test_skills_and_memory_are_in_the_prompt_as_they_were_at_the_start(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the task's instructions and those of the project."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    add = {"action": "add", "list": "notes", "content": "A fact."}
+    remember = {"calls": [{"name": "memory", "arguments": add}]}
+    kinds = {"toolsets": ["terminal", "memory", "skills"], "sandbox": Project(state_dir=tmp_path)}
+    with make(**kinds) as agent:
+        first = system_of(agent.run_conversation(say(remember, "ok")))
+        assert "- tabular-report: " in first
+        assert "A fact." not in first
+        assert first.endswith("Use tabs.\n</file>")
+        assert system_of(agent.run_conversation("And?")) == first
+    with make(**kinds) as agent:
+        second = system_of(agent.run_conversation(say("ok")))
+    assert second.index("- tabular-report: ") < second.index("- A fact.") < second.index("tabs")

@@ -34,6 +34,16 @@ def test_help_lists_every_command_and_each_has_an_example(tmp_path: Path) -> Non
     assert run_cli("--version", cwd=tmp_path).out.startswith("hermes-rl 0.")
 
 
+def test_tools_are_listed_with_their_toolsets(tmp_path: Path) -> None:
+    text = run_cli("tools", cwd=tmp_path).out
+    assert re.search(r"^skills +.* skills_list skill_view skill_manage$", text, re.MULTILINE)
+    assert re.search(r"^terminal_only +terminal 100, file 100$", text, re.MULTILINE)
+    found = json.loads(run_cli("tools", "--json", cwd=tmp_path).out)
+    assert found["tools"]["todo"] == {"toolset": "todo", "missing": None}
+    assert found["toolsets"]["file_read"]["tools"] == ["read_file", "search_files"]
+    assert len(found["distributions"]) >= 17
+
+
 @pytest.mark.parametrize("group", ["env", "images", "sandboxes", "sessions"])
 def test_a_command_group_alone_prints_its_help(group: str, tmp_path: Path) -> None:
     result = run_cli(group, cwd=tmp_path)

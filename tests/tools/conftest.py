@@ -20,14 +20,14 @@ class Bench:
     sandbox: Sandbox
     context: ToolContext
 
-    async def result(self, name: str, **arguments: Any) -> ToolResult:
+    async def result(self, name: str, /, **arguments: Any) -> ToolResult:
         tool = TOOLS[name]
         read = read_arguments(json.dumps(arguments), tool.parameters)
         result = await tool.handler(self.context, read)
         assert len(result.text) <= tool.max_chars
         return result
 
-    async def __call__(self, name: str, **arguments: Any) -> Any:
+    async def __call__(self, name: str, /, **arguments: Any) -> Any:
         """The result as the JSON that the model reads."""
         return json.loads((await self.result(name, **arguments)).text)
 

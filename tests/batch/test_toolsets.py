@@ -1,0 +1,133 @@
+"""Toolsets of a run: its own, those that lack something here, and what skills and a memory add."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import kit
+import pytest
+
+from batch_runner import Silent, arun_batch
+from hermes_rl.errors import StoreError, UserError
+from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
+from hermes_rl.tools import TOOLS, Memory
+
+SKILL = "---\nname: {name}\ndescription: Says {name}.\n---\n{text}\n"
+TASKS = [{"id": f"task-{n}", "prompt": "Do it."} for n in range(3)]
+
+
+def policy(request: ServedRequest) -> Any:
+    """Save a fact, read a skill, answer."""
+    results = [m for m in request.messages if type(m).__name__ == "ToolMessage"]
+    match len(results):
+        case 0:
+            arguments = {"action": "add", "list": "notes", "content": "A new fact."}
+            return {"calls": [{"name": "memory", "arguments": arguments}]}
+        case 1:
+            return {"calls": [{"name": "skill_view", "arguments": {"name": "greet"}}]}
+    return "done"
+
+
+async def run(folder: Path, server: FakeServer, **agent: Any) -> Any:
+    config = kit.make_config(folder, TASKS, endpoint={"base_url": server.base_url}, agent=agent)
+    return await arun_batch(config, progress=Silent())
+
+
+@pytest.fixture
+async def playing() -> Any:
+    async with FakeServer(FakeConfig(plays={"fake": policy})) as server:
+        yield server
+
+
+async def test_units_have_skills_and_a_memory_of_their_own(
+    tmp_path: Path, playing: FakeServer
+) -> None:
+    (tmp_path / "skills" / "greet").mkdir(parents=True)
+    skill = tmp_path / "skills" / "greet" / "SKILL.md"
+    skill.write_text(SKILL.format(name="greet", text="Say hello."))
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "notes.md").write_text("An old fact.")
+    agent = {
+        "own_toolsets": {"kept": {"tools": ["memory"], "includes": ["skills"]}},
+        "toolsets": ["kept"],
+        "skills": [str(tmp_path / "skills")],
+        "memory": str(tmp_path / "memory"),
+    }
+    report = await run(tmp_path, playing, **agent)
+    assert report.done == len(TASKS)
+    for row in kit.read_table(tmp_path / "run", "trajectories"):
+        messages = [json.loads(text) for text in row["messages"]]
+        system = messages[0]["content"]
+        assert "- greet: Says greet." in system
+        assert "- An old fact." in system
+        results = [json.loads(m["content"]) for m in messages if m["role"] == "tool"]
+        assert results[0]["entries"] == ["An old fact.", "A new fact."], "no other unit's"
+        assert "Say hello." in results[1]["content"]
+    assert Memory(tmp_path / "memory").read({})["notes"] == ["An old fact."]
+    skill.write_text(SKILL.format(name="greet", text="Say goodbye."))
+    with pytest.raises(StoreError, match=r"skills"):
+        await run(tmp_path, playing, **agent)
+
+
+async def test_a_distribution_of_the_user_is_drawn_by_seed(
+    tmp_path: Path, playing: FakeServer
+) -> None:
+    own = {"mine": {"todo": 50, "terminal": 50}}
+    agent = {"own_distributions": own, "distribution": "mine", "toolsets": None}
+    config = kit.make_config(
+        tmp_path,
+        [{"prompt": f'{n}\nSCRIPT: ["done"]'} for n in range(40)],
+        endpoint={"base_url": playing.base_url},
+        model={"name": "scripted"},
+        agent=agent,
+    )
+    await arun_batch(config, progress=Silent())
+    drawn = {tuple(row["toolsets"]) for row in kit.read_table(tmp_path / "run", "trajectories")}
+    assert drawn == {("todo",), ("terminal",), ("todo", "terminal")}
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        ({"own_toolsets": {"file": {}}}, "the toolset 'file' exists already"),
+        ({"own_toolsets": {"mine": {"tools": ["todos"]}}}, "did you mean 'todo'"),
+        ({"own_toolsets": {"a": {"includes": ["a"]}}, "toolsets": ["a"]}, "'a' includes itself"),
+        ({"own_distributions": {"mine": {"todo": 150}}}, "0 to 100 percent"),
+        ({"own_distributions": {"mine": {"todos": 50}}}, "did you mean 'todo'"),
+        ({"skills": ["/nowhere"]}, "skills: no folder /nowhere"),
+        ({"memory": "/nowhere"}, "'agent.memory': no folder /nowhere"),
+    ],
+)
+async def test_wrong_definitions_are_refused_before_a_model_is_paid(
+    tmp_path: Path, playing: FakeServer, agent: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        await run(tmp_path, playing, **agent)
+    assert not playing.entries
+
+
+async def test_a_tool_that_lacks_something_is_refused_or_not_offered(
+    tmp_path: Path, playing: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOOLS, "todo", replace(TOOLS["todo"], missing=lambda: "no key: set TODO"))
+    with pytest.raises(UserError, match=r"'todo' cannot be offered here \(no key: set TODO\)"):
+        await run(tmp_path, playing, toolsets=["terminal", "todo"])
+    own = {"mine": {"todo": 100, "image_gen": 100, "terminal": 100}}
+    notes: list[str] = []
+
+    class Noted(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    config = kit.make_config(
+        tmp_path,
+        TASKS,
+        endpoint={"base_url": playing.base_url},
+        agent={"own_distributions": own, "distribution": "mine", "toolsets": None},
+    )
+    await arun_batch(config, progress=Noted())
+    assert "not offered: todo (no key: set TODO)" in notes
+    assert "not offered: the toolset image_gen has no tools" in notes
+    for row in kit.read_table(tmp_path / "run", "trajectories"):
+        assert [tool["function"]["name"] for tool in json.loads(row["tools"])] == ["terminal"]
