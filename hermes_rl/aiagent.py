@@ -57,12 +57,7 @@ from hermes_rl.agent import (
     preset as policy_of,
 )
 from hermes_rl.aio import LoopThread, run_sync, to_end
-from hermes_rl.errors import (
-    HermesError,
-    Interrupted,
-    SandboxError,
-    UserError,
-)
+from hermes_rl.errors import HermesError, Interrupted, SandboxError, UserError
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id
 from hermes_rl.messages import (
@@ -243,7 +238,8 @@ class AIAgent:
                 "another preset than rl"
             )
         preset_text = system_prompt(policy.name, settings.tools, policy.wording)
-        self._system = clean(system or preset_text)
+        text, services = clean(system or preset_text), settings.services
+        self._system = with_services(text, services, {}, settings.tools) or text
         self._on_event, self._on_delta = on_event, on_delta
         self._loop_thread = LoopThread("hermes-rl-agent")
         self._history: list[Message] = []
@@ -265,8 +261,6 @@ class AIAgent:
         """A session's own system prompt is used again."""
         self._telemetry = open_telemetry(otel) if otel is not None else None
         self._joins_files = policy.context_files and system is None
-        self._joins_services = True
-        """The system prompt does not have the skills and the memory yet."""
         self._saved = None if session is None else SavedConversation(session)
         self._ended: str | None = None
         """How the last run ended; None before the first."""
@@ -612,16 +606,10 @@ class AIAgent:
         self._history = with_unique_ids(continuable(stored))
         self._was_read = True
         if self._keeps_system and (system := self._saved.system_prompt) is not None:
-            self._system, self._joins_files, self._joins_services = system, False, False
+            self._system, self._joins_files = system, False
 
     async def _join_files(self, place: _Place) -> None:
-        """Join skills, memory and the project's instructions to the system prompt, once: it stays
-        the same then."""
-        if self._joins_services:
-            self._joins_services = False
-            services, tools = self._settings.services, self._settings.tools
-            joined = with_services(self._system, services, place.tool_state, tools)
-            self._system = joined or self._system
+        """Join the project's instructions to the system prompt, once: it stays the same then."""
         if self._joins_files and place.sandbox is not None:
             self._joins_files = False
             found = await context_files(place.sandbox)

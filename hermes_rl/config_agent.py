@@ -12,7 +12,6 @@ from pydantic import Field, field_validator
 from hermes_rl.config_endpoint import ModelPlace, Positive, Seconds, Section, read_text_file
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message, SystemMessage, from_openai
-from hermes_rl.tools import Catalogue, Memory, Services, Toolset, open_skills
 
 Preset = Literal["interactive", "datagen", "rl"]
 
@@ -80,9 +79,9 @@ class AgentSection(Section):
     """Named toolsets; None is `terminal` and `file`."""
     distribution: str | None = None
     """A named distribution from which the toolsets of each unit are drawn."""
-    own_toolsets: dict[str, ToolsetSection] = Field(default_factory=dict)
+    user_toolsets: dict[str, ToolsetSection] = Field(default_factory=dict)
     """Toolsets of yours: name -> `tools`, `includes`, `description`."""
-    own_distributions: dict[str, dict[str, float]] = Field(default_factory=dict)
+    user_distributions: dict[str, dict[str, float]] = Field(default_factory=dict)
     """Distributions of yours: name -> toolset -> percentage of the units that have it."""
     skills: tuple[str, ...] = ()
     """Folders with skills for the toolset `skills`; none are the bundled ones."""
@@ -128,30 +127,6 @@ class AgentSection(Section):
             str(Path(name).expanduser().absolute()) if name.endswith(".py") else name
             for name in value
         )
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """All toolsets and distributions. Raises: UserError."""
-        own = {
-            name: Toolset(one.description, one.tools, one.includes)
-            for name, one in self.own_toolsets.items()
-        }
-        return Catalogue.of(own, self.own_distributions)
-
-    @property
-    def services(self) -> Services:
-        """What tools of the agent itself work with. Blocking. Raises: UserError."""
-        return Services(skills=open_skills(self.skills) if self.skills else None)
-
-    @property
-    def first_memory(self) -> dict[str, list[str]]:
-        """What the memory of each unit begins with. Blocking. Raises: UserError."""
-        if self.memory is None:
-            return {}
-        folder = Path(self.memory)
-        if not folder.is_dir():
-            raise UserError(f"'agent.memory': no folder {folder}")
-        return Memory(folder).read({})
 
     @field_validator("system_prompt")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from hermes_rl.agent import WORDINGS, Limits, Policy, load_plugins, preset, system_prompt
@@ -26,7 +27,11 @@ from hermes_rl.tools import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_TOOLSETS,
     SKILL_VIEW,
+    Catalogue,
+    Memory,
+    Services,
     Tool,
+    Toolset,
     open_skills,
     schema_digest,
     with_wording,
@@ -46,7 +51,7 @@ def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, .
     """The toolsets of a unit: the task's own, or the run's, or drawn from a distribution."""
     if task is not None and task.toolsets is not None:
         return task.toolsets
-    catalogue = config.agent.catalogue
+    catalogue = catalogue_of(config.agent)
     if task is not None and task.distribution is not None:
         return catalogue.draw(task.distribution, seed)
     if config.agent.toolsets is not None:
@@ -111,13 +116,37 @@ def sandbox_limits_of(section: SandboxLimitsSection, task: Task) -> SandboxLimit
     )
 
 
+def catalogue_of(agent: AgentSection) -> Catalogue:
+    """All toolsets and distributions of a run. Raises: UserError."""
+    defined = {
+        name: Toolset(one.description, one.tools, one.includes)
+        for name, one in agent.user_toolsets.items()
+    }
+    return Catalogue.of(defined, agent.user_distributions)
+
+
+def services_of(agent: AgentSection) -> Services:
+    """What tools of the agent itself work with. Blocking. Raises: UserError."""
+    return Services(skills=open_skills(agent.skills) if agent.skills else None)
+
+
+def first_memory(agent: AgentSection) -> dict[str, list[str]]:
+    """What the memory of each unit begins with. Blocking. Raises: UserError."""
+    if agent.memory is None:
+        return {}
+    folder = Path(agent.memory)
+    if not folder.is_dir():
+        raise UserError(f"'agent.memory': no folder {folder}")
+    return Memory(folder).read({})
+
+
 def toolsets_in(agent: AgentSection) -> tuple[str, ...]:
     """All toolsets that units of a run may have, but for those that tasks name. Raises:
     UserError."""
     if agent.toolsets is not None:
         return agent.toolsets
     if agent.distribution is not None:
-        return tuple(agent.catalogue.distribution(agent.distribution))
+        return tuple(catalogue_of(agent).distribution(agent.distribution))
     return DEFAULT_TOOLSETS
 
 
@@ -126,7 +155,7 @@ def missing_tools(config: RunConfig) -> list[str]:
 
     Raises: UserError for a tool of `agent.toolsets` that lacks something here.
     """
-    agent, catalogue = config.agent, config.agent.catalogue
+    agent, catalogue = config.agent, catalogue_of(config.agent)
     missing = catalogue.missing(toolsets_in(agent))
     if agent.toolsets is not None and missing:
         name, why = next(iter(missing.items()))
@@ -147,7 +176,7 @@ def _kept(agent: AgentSection, tools: Mapping[str, Tool]) -> dict[str, Any]:
     if SKILL_VIEW in tools or agent.skills:
         found["skills"] = open_skills(agent.skills).digest()
     if agent.memory is not None:
-        found["memory"] = digest(agent.first_memory)
+        found["memory"] = digest(first_memory(agent))
     return found
 
 
@@ -168,7 +197,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
 
     Raises: UserError for a toolset, distribution or image that does not exist.
     """
-    agent, catalogue = config.agent, config.agent.catalogue
+    agent, catalogue = config.agent, catalogue_of(config.agent)
     toolsets = toolsets_in(agent)
     policy = policy_of(config)
     tools = with_wording(catalogue.resolve(toolsets), policy.wording)

@@ -40,11 +40,14 @@ from hermes_rl.config import (
 from hermes_rl.config_agent import ContextConfig
 from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
 from hermes_rl.definitions import (
+    catalogue_of,
     extra_body_of,
+    first_memory,
     image_digest,
     limits_of,
     sampling_of,
     sent_seed,
+    services_of,
     system_text,
     toolsets_of,
 )
@@ -171,7 +174,7 @@ class RunContext:
 
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...], more: Mapping[str, Tool]) -> Draw:
         policy = policy_of(self.config)
-        tools = with_wording(self.config.agent.catalogue.resolve(toolsets), policy.wording)
+        tools = with_wording(catalogue_of(self.config.agent).resolve(toolsets), policy.wording)
         tools = with_timeout(tools, policy.command_timeout_s)
         if twice := sorted(tools.keys() & more.keys()):
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
@@ -370,8 +373,8 @@ async def open_run_context(
             telemetry=await _telemetry(config, stack) if config.run.otel != "off" else None,
             others=_open_others(config, stack, keyring, together),
             scorer_processes=scorer_processes,
-            services=config.agent.services,
-            first_memory=config.agent.first_memory,
+            services=services_of(config.agent),
+            first_memory=first_memory(config.agent),
         )
 
 

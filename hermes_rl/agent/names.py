@@ -209,7 +209,7 @@ def settle(
 
 
 def _services(names: Mapping[str, Any], tools: Mapping[str, Tool]) -> Services:
-    """Those that the offered tools need. Raises: UserError for a folder that is no skill."""
+    """Those that the offered tools need. Raises: UserError for an invalid skill."""
     store = default_store_path()
     kept = store.parent
     skills = None

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     from hermes_rl.tools.functions import function_tool
     from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe
     from hermes_rl.tools.matching import STRATEGIES, find, replace
-    from hermes_rl.tools.memory import LIMITS, MEMORY, Memory
+    from hermes_rl.tools.memory_lists import LIMITS, MEMORY, Memory
     from hermes_rl.tools.session_search import SESSION_SEARCH
     from hermes_rl.tools.shell import resolve_paths
-    from hermes_rl.tools.skills import BUNDLED_SKILLS, SKILL_VIEW, SKILLS, Skills, open_skills
+    from hermes_rl.tools.skill_folders import BUNDLED_SKILLS, SKILLS, Skills, open_skills
+    from hermes_rl.tools.skills import SKILL_VIEW
     from hermes_rl.tools.terminal import DEFAULT_TIMEOUT_S, MAX_RESULT_CHARS, with_timeout
     from hermes_rl.tools.todo import MAX_ITEMS, MAX_LIST_CHARS, TODO, Items, changed, listed
     from hermes_rl.tools.toolsets import (

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from hermes_rl.errors import ToolError
+from hermes_rl.messages import Message
 from hermes_rl.sandboxes import Sandbox
 
 if TYPE_CHECKING:
-    from hermes_rl.sessions import SessionStore
-    from hermes_rl.tools.memory import Memory
-    from hermes_rl.tools.skills import Skills
+    from hermes_rl.tools.memory_lists import Memory
+    from hermes_rl.tools.skill_folders import Skills
 
 Clarify = Callable[[str, Sequence[str]], Any]
 """Called with a question and at most four choices; returns the answer or an awaitable of it, None
@@ -71,6 +71,26 @@ class Delegate(Protocol):
         ...
 
 
+class Conversations(Protocol):
+    """Earlier conversations: `hermes_rl.sessions.SessionStore`."""
+
+    def search(self, query: str, limit: int = 20) -> Sequence[Any]:
+        """Messages with all words of a query, as `Hit`s, the newest first."""
+        ...
+
+    def sessions(self, limit: int = 0) -> Sequence[Any]:
+        """The last used ones, as `SessionInfo`s."""
+        ...
+
+    def find(self, wanted: str) -> Any:
+        """One by its name or the beginning of its id, as `SessionInfo`. Raises: UserError."""
+        ...
+
+    def load(self, number: int) -> Sequence[Message]:
+        """The messages of the one with that `SessionInfo.id`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Services:
     """What tools of the agent itself work with; what is None is not kept outside the rollout."""
@@ -78,7 +98,7 @@ class Services:
     memory: Memory | None = None
     skills: Skills | None = None
     """None has the bundled ones."""
-    sessions: SessionStore | None = None
+    sessions: Conversations | None = None
     """Earlier conversations; None where there are none."""
     clarify: Clarify | None = None
     """Asks the user; None where nobody can answer."""

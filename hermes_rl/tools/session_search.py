@@ -9,9 +9,8 @@ from typing import Any
 
 from hermes_rl.errors import ToolError, UserError
 from hermes_rl.messages import to_openai
-from hermes_rl.sessions import SessionStore
 from hermes_rl.text import cut_middle, to_json
-from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
+from hermes_rl.tools.base import Conversations, ToolContext, ToolResult, schema, tool
 
 SESSION_SEARCH = "session_search"
 MAX_HITS = 10
@@ -36,7 +35,7 @@ async def _session_search(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 session_search = replace(_session_search, needs_sandbox=False, untrusted=True)
 
 
-def _looked_up(store: SessionStore, args: dict[str, Any]) -> dict[str, Any]:
+def _looked_up(store: Conversations, args: dict[str, Any]) -> dict[str, Any]:
     limit = min(args.get("limit") or 3, MAX_HITS)
     if (wanted := args.get("session")) is not None:
         return _shown(store, wanted, args.get("position") or 0)
@@ -66,7 +65,7 @@ def _looked_up(store: SessionStore, args: dict[str, Any]) -> dict[str, Any]:
     return {"sessions": newest}
 
 
-def _shown(store: SessionStore, wanted: str, position: int) -> dict[str, Any]:
+def _shown(store: Conversations, wanted: str, position: int) -> dict[str, Any]:
     info = store.find(wanted)
     messages = store.load(info.id)
     first = max(0, position - WINDOW)

@@ -131,22 +131,24 @@ class Catalogue:
     distributions: Mapping[str, Distribution] = field(default_factory=lambda: DISTRIBUTIONS)
 
     @classmethod
-    def of(cls, own: Mapping[str, Toolset], distributions: Mapping[str, Distribution]) -> Catalogue:
+    def of(
+        cls, defined: Mapping[str, Toolset], distributions: Mapping[str, Distribution]
+    ) -> Catalogue:
         """Add those of a user. Raises: UserError for a taken name, or one that does not exist."""
-        if not own and not distributions:
+        if not defined and not distributions:
             return cls()
         for what, names, known in (
-            ("toolset", own, TOOLSETS),
+            ("toolset", defined, TOOLSETS),
             ("distribution", distributions, DISTRIBUTIONS),
         ):
             if taken := sorted(names.keys() & known.keys()):
                 raise UserError(f"the {what} {taken[0]!r} exists already. Choose another name")
-        made = cls({**TOOLSETS, **own}, {**DISTRIBUTIONS, **distributions})
-        for one in own.values():
+        made = cls({**TOOLSETS, **defined}, {**DISTRIBUTIONS, **distributions})
+        for one in defined.values():
             for name in one.tools:
                 if name not in TOOLS:
                     raise UserError(unknown("tool", name, TOOLS))
-        made.tool_names(own)
+        made.tool_names(defined)
         for name, shares in distributions.items():
             made.tool_names(shares)
             if not shares or not all(0 <= percent <= 100 for percent in shares.values()):

@@ -1,4 +1,4 @@
-"""Toolsets of a run: its own, those that lack something here, and what skills and a memory add."""
+"""Toolsets of a run: its mine, those that lack something here, and what skills and a memory add."""
 
 import json
 from dataclasses import replace
@@ -40,16 +40,14 @@ async def playing() -> Any:
         yield server
 
 
-async def test_units_have_skills_and_a_memory_of_their_own(
-    tmp_path: Path, playing: FakeServer
-) -> None:
+async def test_units_have_skills_and_a_memory_each(tmp_path: Path, playing: FakeServer) -> None:
     (tmp_path / "skills" / "greet").mkdir(parents=True)
     skill = tmp_path / "skills" / "greet" / "SKILL.md"
     skill.write_text(SKILL.format(name="greet", text="Say hello."))
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "notes.md").write_text("An old fact.")
     agent = {
-        "own_toolsets": {"kept": {"tools": ["memory"], "includes": ["skills"]}},
+        "user_toolsets": {"kept": {"tools": ["memory"], "includes": ["skills"]}},
         "toolsets": ["kept"],
         "skills": [str(tmp_path / "skills")],
         "memory": str(tmp_path / "memory"),
@@ -73,8 +71,8 @@ async def test_units_have_skills_and_a_memory_of_their_own(
 async def test_a_distribution_of_the_user_is_drawn_by_seed(
     tmp_path: Path, playing: FakeServer
 ) -> None:
-    own = {"mine": {"todo": 50, "terminal": 50}}
-    agent = {"own_distributions": own, "distribution": "mine", "toolsets": None}
+    mine = {"mine": {"todo": 50, "terminal": 50}}
+    agent = {"user_distributions": mine, "distribution": "mine", "toolsets": None}
     config = kit.make_config(
         tmp_path,
         [{"prompt": f'{n}\nSCRIPT: ["done"]'} for n in range(40)],
@@ -90,11 +88,11 @@ async def test_a_distribution_of_the_user_is_drawn_by_seed(
 @pytest.mark.parametrize(
     ("agent", "error"),
     [
-        ({"own_toolsets": {"file": {}}}, "the toolset 'file' exists already"),
-        ({"own_toolsets": {"mine": {"tools": ["todos"]}}}, "did you mean 'todo'"),
-        ({"own_toolsets": {"a": {"includes": ["a"]}}, "toolsets": ["a"]}, "'a' includes itself"),
-        ({"own_distributions": {"mine": {"todo": 150}}}, "0 to 100 percent"),
-        ({"own_distributions": {"mine": {"todos": 50}}}, "did you mean 'todo'"),
+        ({"user_toolsets": {"file": {}}}, "the toolset 'file' exists already"),
+        ({"user_toolsets": {"mine": {"tools": ["todos"]}}}, "did you mean 'todo'"),
+        ({"user_toolsets": {"a": {"includes": ["a"]}}, "toolsets": ["a"]}, "'a' includes itself"),
+        ({"user_distributions": {"mine": {"todo": 150}}}, "0 to 100 percent"),
+        ({"user_distributions": {"mine": {"todos": 50}}}, "did you mean 'todo'"),
         ({"skills": ["/nowhere"]}, "skills: no folder /nowhere"),
         ({"memory": "/nowhere"}, "'agent.memory': no folder /nowhere"),
     ],
@@ -113,7 +111,7 @@ async def test_a_tool_that_lacks_something_is_refused_or_not_offered(
     monkeypatch.setitem(TOOLS, "todo", replace(TOOLS["todo"], missing=lambda: "no key: set TODO"))
     with pytest.raises(UserError, match=r"'todo' cannot be offered here \(no key: set TODO\)"):
         await run(tmp_path, playing, toolsets=["terminal", "todo"])
-    own = {"mine": {"todo": 100, "image_gen": 100, "terminal": 100}}
+    mine = {"mine": {"todo": 100, "image_gen": 100, "terminal": 100}}
     notes: list[str] = []
 
     class Noted(Silent):
@@ -124,7 +122,7 @@ async def test_a_tool_that_lacks_something_is_refused_or_not_offered(
         tmp_path,
         TASKS,
         endpoint={"base_url": playing.base_url},
-        agent={"own_distributions": own, "distribution": "mine", "toolsets": None},
+        agent={"user_distributions": mine, "distribution": "mine", "toolsets": None},
     )
     await arun_batch(config, progress=Noted())
     assert "not offered: todo (no key: set TODO)" in notes

@@ -138,9 +138,9 @@ async def test_bundled_skills_are_listed_and_their_scripts_run(each_bench: Any) 
 
 
 async def test_a_skill_is_made_changed_and_deleted(tmp_path: Path) -> None:
-    make_skill(tmp_path / "given", "mine")
-    given = Skills([tmp_path / "given"], tmp_path / "own")
-    for here in (context(skills=given), context(skills=Skills([tmp_path / "given"]))):
+    make_skill(tmp_path / "shared", "mine")
+    both = Skills([tmp_path / "shared"], tmp_path / "own")
+    for here in (context(skills=both), context(skills=Skills([tmp_path / "shared"]))):
         text = HEAD.format(name="new-one")
         await call(here, "skill_manage", action="create", name="new-one", content=text)
         script = {"file": "scripts/go.sh", "content": "echo 1\n"}
@@ -155,7 +155,7 @@ async def test_a_skill_is_made_changed_and_deleted(tmp_path: Path) -> None:
         await call(here, "skill_manage", action="delete", name="new-one")
         with pytest.raises(ToolError, match=r"no skill 'new-one' \(skills: mine\)"):
             await call(here, "skill_view", name="new-one")
-    assert (tmp_path / "given" / "mine" / "SKILL.md").exists()
+    assert (tmp_path / "shared" / "mine" / "SKILL.md").exists()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ async def test_a_skill_is_made_changed_and_deleted(tmp_path: Path) -> None:
         ({"action": "write", "name": "mine", "file": "../x", "content": "x"}, "relative path"),
         ({"action": "write", "name": "mine", "file": "/x", "content": "x"}, "relative path"),
         ({"action": "write", "name": "mine", "content": "x"}, "must begin with YAML"),
-        ({"action": "remove", "name": "mine"}, "no file of 'mine' that can be removed"),
+        ({"action": "remove", "name": "mine"}, "cannot be removed from 'mine'"),
         ({"action": "patch", "name": "mine", "old_text": "s", "content": "x"}, "exactly once"),
         ({"action": "write", "name": "../mine", "content": "x"}, "no skill '../mine'"),
     ],
@@ -235,8 +235,11 @@ def test_no_name_leads_out_of_the_folder(
 async def test_earlier_conversations_are_found_shown_and_listed(tmp_path: Path) -> None:
     with SessionStore(tmp_path / "sessions.db") as store:
         session = store.create("work")
-        said = [UserMessage(content="The zebra lives in Bonn."), AssistantMessage(content="Noted.")]
-        session.append(0, said, "answered")
+        messages = [
+            UserMessage(content="The zebra lives in Bonn."),
+            AssistantMessage(content="Noted."),
+        ]
+        session.append(0, messages, "answered")
         session.close()
         here = context(sessions=store)
         (hit,) = (await call(here, "session_search", query="zebra"))["hits"]
@@ -253,17 +256,17 @@ async def test_earlier_conversations_are_found_shown_and_listed(tmp_path: Path) 
         await call(context(), "session_search", query="zebra")
 
 
-async def test_the_user_is_asked_and_without_one_the_model_is_told() -> None:
-    asked: list[Any] = []
+async def test_clarify_returns_the_answer_or_an_error() -> None:
+    questions: list[Any] = []
 
     def ask(question: str, choices: Any) -> str | None:
-        asked.append((question, list(choices)))
+        questions.append((question, list(choices)))
         return None if question == "silent?" else " the second "
 
     here = context(clarify=ask)
     found = await call(here, "clarify", question="Which?", choices=["one", "two"])
     assert found == {"question": "Which?", "answer": "the second"}
-    assert asked == [("Which?", ["one", "two"])]
+    assert questions == [("Which?", ["one", "two"])]
     for arguments, why in (
         ({"question": "silent?"}, "gave no answer"),
         ({"question": " "}, "question must have"),

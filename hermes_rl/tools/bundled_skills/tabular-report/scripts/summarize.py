@@ -35,4 +35,5 @@ def main() -> None:
         print(f"| {column} | {len(rows) - len(values)} | {len(different)} | {shown} |")
 
 
-main()
+if __name__ == "__main__":
+    main()
