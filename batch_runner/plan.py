@@ -458,6 +458,10 @@ def _shares_units(reader: UnitReader, ledger: Ledger) -> bool:
     return False
 
 
+REQUEUED_MAX = 10_000
+"""Units given up that are kept for `requeue`; they are held with their tasks."""
+
+
 class RunSource:
     """Hands out attempts of the plan and retries, and receives receipts.
 
@@ -483,6 +487,34 @@ class RunSource:
         self._stopped = asyncio.Event()
         self._left_open_reason: str | None = None
         """Why units were left open for the next start."""
+        self.paused = False
+        """Hand out nothing until this changes; see `hold`."""
+        self.most: int | None = None
+        """Maximum number of attempts in flight, below that of the workers."""
+        self._given_up: dict[str, list[WorkItem]] = {}
+        """Cause -> units that this start gave up."""
+        self._kept = 0
+
+    def hold(self, *, paused: bool | None = None, most: int | None = None) -> None:
+        """Pause or resume, or change the maximum of attempts in flight."""
+        self.paused = self.paused if paused is None else paused
+        self.most = self.most if most is None else most
+        self._changed.set()
+
+    def requeue(self, cause: str) -> int:
+        """Run the units again that this start gave up for a cause. Returns their number."""
+        items = self._given_up.pop(cause, [])
+        self._kept -= len(items)
+        self._driver.ledger.reopen(item.unit_id for item in items)
+        for item in items:
+            self._retry(item, cause)
+        self._sink.tally.given_up -= len(items)
+        self._changed.set()
+        return len(items)
+
+    @property
+    def _held(self) -> bool:
+        return self.paused or (self.most is not None and len(self.in_flight) >= self.most)
 
     def halt(self, stop: Stop) -> None:
         """Hand out nothing more. The first reason is kept."""
@@ -513,6 +545,10 @@ class RunSource:
     async def next(self) -> WorkItem | None:
         """Return the next attempt; None when the run is done or stopped. Waits for retries."""
         while self.stop is None:
+            if self._held and (self.in_flight or self._buffer or self._retries):
+                self._changed.clear()
+                await self._changed.wait()
+                continue
             item = self._due_retry() or self._take()
             if item is not None:
                 self.in_flight[item.unit_id] = item
@@ -538,6 +574,9 @@ class RunSource:
             self.halt(Stop(receipt.cause or "", receipt.error or receipt.cause or ""))
         elif item is not None and disposition == "open" and _is_retried(receipt.cause):
             self._retry(item, receipt.cause or "")
+        elif item is not None and disposition == "given_up" and self._kept < REQUEUED_MAX:
+            self._kept += 1
+            self._given_up.setdefault(receipt.cause or "", []).append(item)
         self._changed.set()
 
     async def _read(self) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
-from batch_runner.budgets import budgets_of, make_coordinator, refuse_unpriced, summary_as_dict
+from batch_runner.budgets import make_coordinator, refuse_unpriced, summary_as_dict
+from batch_runner.control import cause_named, count_of, dollars_of, open_control
 from batch_runner.dispatcher import Dispatcher, Fleet, StartWorker
 from batch_runner.interrupts import Interrupts, catch_signals
 from batch_runner.manifest import capabilities, start_meta, write_manifest
@@ -52,7 +53,7 @@ from hermes_rl.definitions import (
     sent_seed,
 )
 from hermes_rl.errors import DiskFull, StoreError, UserError, cause_of
-from hermes_rl.models.rate import Coordinator
+from hermes_rl.models.rate import NANO, RUN_USD, Coordinator
 from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.sandboxes import BuildFailed
 from hermes_rl.store import (
@@ -213,14 +214,8 @@ class _Run:
         self.estimate = estimate or 0
         ticker = asyncio.create_task(self._tick())
         try:
-            with catch_signals(
-                self._interrupted, self.end_at_once, wanted=self.live is None
-            ) as interrupts:
-                if await self.source.has_work():
-                    await self._warn_of_network()
-                    await self._open_images()
-                    await self._choose_workers()
-                    await self._run_workers(interrupts)
+            async with open_control(run_dir.path, self._obey):
+                await self._run_open_units()
         finally:
             ticker.cancel()
             if self.images is not None:
@@ -233,6 +228,56 @@ class _Run:
         if self.source.stop is None:
             await asyncio.to_thread(self._merge_files)
         return self.report(stats)
+
+    async def _run_open_units(self) -> None:
+        with catch_signals(
+            self._interrupted, self.end_at_once, wanted=self.live is None
+        ) as interrupts:
+            if await self.source.has_work():
+                await self._warn_of_network()
+                await self._open_images()
+                await self._choose_workers()
+                await self._run_workers(interrupts)
+
+    def _obey(self, command: str, value: str | None) -> dict[str, Any]:
+        """Carry out a command of `hermes-rl ctl`; returns the state. Raises: UserError."""
+        source, more = self.source, dict[str, Any]()
+        if source.stop is not None and command not in ("state", "drain"):
+            raise UserError("the run is ending; run the same command again, then steer that")
+        match command:
+            case "pause" | "resume":
+                source.hold(paused=command == "pause")
+            case "drain":
+                if source.stop is None:
+                    self._interrupted()
+            case "concurrency":
+                source.hold(most=count_of(value, self.settings.concurrency))
+            case "budget":
+                self._set_budget(dollars_of(value))
+            case "requeue":
+                more["requeued"] = source.requeue(cause_named(value))
+            case "state":
+                pass
+            case _:
+                raise UserError(f"no command {command!r}")
+        if command != "state":
+            self.progress.note(f"hermes-rl ctl: {command} {value or ''}".rstrip())
+        ledgers = self.coordinator.ledgers if self.coordinator is not None else {}
+        return {
+            "state": "draining" if source.stop else "paused" if source.paused else "running",
+            "running": len(source.in_flight),
+            "concurrency": source.most or self.settings.concurrency,
+            "budget_usd": ledgers[RUN_USD].limit / NANO if RUN_USD in ledgers else None,
+            **more,
+        }
+
+    def _set_budget(self, dollars: float) -> None:
+        if self.coordinator is None or RUN_USD not in self.coordinator.ledgers:
+            raise UserError(
+                "this start has no budget in dollars, so its calls are not counted against one. "
+                "Start it with --budget-usd"
+            )
+        self.coordinator.ledgers[RUN_USD].limit = round(dollars * NANO)
 
     def _merge_files(self) -> None:
         """Merge the files of a start that left many small ones. No failure ends the run."""
@@ -337,7 +382,8 @@ class _Run:
         finally:
             watching.cancel()
             await asyncio.wait((watching,))
-            self.limits = summary_as_dict(coordinator.summary(), budgets_of(self.settings.config))
+            limits = {name: ledger.limit for name, ledger in coordinator.ledgers.items()}
+            self.limits = summary_as_dict(coordinator.summary(), limits)
 
     @property
     def _ended(self) -> bool:

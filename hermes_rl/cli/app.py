@@ -33,6 +33,7 @@ COMMANDS = {
     "diff": "what differs between two runs",
     "replay": "recorded answers again, through the real loop and sandbox",
     "status": "the state of a run, from any other terminal",
+    "ctl": "steer a running run: pause, resume, drain, concurrency, budget, requeue",
     "check": "find bad rows before a token is spent; check the records of a run",
     "export": "a run in another format, with a loss report",
     "compact": "merge the small Parquet files of a run into large ones",

@@ -134,12 +134,16 @@ class Ledger:
 
     def reopen_given_up(self) -> int:
         """Reopen all units that were given up, and reset their failures."""
+        return self.reopen(unit for unit, state in [*self.units()] if state == "given_up")
+
+    def reopen(self, unit_ids: Iterable[str]) -> int:
+        """Reopen units that were given up, and reset their failures. Returns their number."""
         reopened = 0
-        for key, unit in self._units.items():
-            if self._disposition_of(unit) == "given_up":
-                self._units[key] = _NEW._replace(attempts=unit.attempts)
-                self._fatal_commands.pop(key, None)
-                reopened += 1
+        for unit_id in unit_ids:
+            key = bytes.fromhex(unit_id)
+            self._units[key] = _NEW._replace(attempts=self._units[key].attempts)
+            self._fatal_commands.pop(key, None)
+            reopened += 1
         self.given_up -= reopened
         return reopened
 

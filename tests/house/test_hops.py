@@ -38,7 +38,7 @@ CEILINGS = {
     "one chat call": 20,
     "one tool call": 10,
     "grading and ending": 13,  # with the launcher, and with what the next sandbox takes over
-    "a run of one row": 87,  # with the look for parts that were merged
+    "a run of one row": 88,  # with the look for parts that were merged, and the socket of `ctl`
 }
 STEPS = [
     {"run": "echo 1"},
