@@ -52,8 +52,8 @@ async def open_control(run_path: Path, handle: Handle) -> AsyncIterator[None]:
 
 def _reply(line: bytes, handle: Handle) -> dict[str, Any]:
     try:
-        asked = json.loads(line)
-        return handle(str(asked["command"]), asked.get("value"))
+        request = json.loads(line)
+        return handle(str(request["command"]), request.get("value"))
     except HermesError as error:
         return {"error": str(error)}
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -75,7 +75,7 @@ def _listen(run_path: Path) -> socket.socket | None:
 
 @contextmanager
 def _short(run_path: Path) -> Iterator[str]:
-    """The path of the socket in at most 107 bytes, which is all that an address has room for."""
+    """The path of the socket in at most 107 bytes, the maximum of an address."""
     folder = os.open((run_path / SOCKET).parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{Path(SOCKET).name}"
