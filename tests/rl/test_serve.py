@@ -300,6 +300,38 @@ async def test_groups_older_than_the_version_that_the_trainer_posts_are_withheld
             await finish(process)
 
 
+async def test_least_shares_are_in_every_batch_and_stopped_programs_lose_nothing(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """Two environments, each with half of the batch; SIGSTOP stops the API, then one of them."""
+    async with engine_at(lab, "chatml") as engine:
+        with Api(tmp_path) as api:
+            learner = Trainer(api)
+            half = ["--min-batch-allocation", "0.5", "--max-batches-ahead", "1", "--limit", "6"]
+            served = [
+                await serve(lab, engine, api, *half, "--out", str(lab.path / name)) for name in "ab"
+            ]
+            async with asyncio.timeout(120):
+                while b"connected 2" not in api.send(call("GET", "/metrics"))[1]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            await learner.take(4)
+            for process in (api.process, served[0]):
+                process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(1.5)
+                process.send_signal(signal.SIGCONT)
+                await learner.take(len(learner.groups) + 2)
+            await learner.take(12)
+            for process in served:
+                report, errors = await finish(process)
+                assert (process.returncode, report["sent"]) == (0, 6), errors
+    pairs = list(zip(learner.groups[::2], learner.groups[1::2], strict=True))
+    both = pairs[:4]  # neither has sent its last group and left
+    assert all({a["env_id"], b["env_id"]} == {0, 1} for a, b in both)
+    assert Counter(group["env_id"] for group in learner.groups) == {0: 6, 1: 6}
+    texts = {(group["env_id"], str(group["tokens"])) for group in learner.groups}
+    assert len(texts) == 12
+
+
 async def test_ctrl_c_leaves_the_api(lab: Lab, tmp_path: Path) -> None:
     async with engine_at(lab, "chatml") as engine:
         with Api(tmp_path) as api:

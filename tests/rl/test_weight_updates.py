@@ -1,6 +1,9 @@
 """Answers that an engine cuts off, pauses, and weights that change: nothing is lost or redrawn."""
 
 import asyncio
+import json
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -240,15 +243,28 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
 
 @pytest.mark.slow
 async def test_pauses_and_cut_answers_on_ray_workers(
-    lab: Lab, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    lab: Lab,
+    cluster: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lab.write(TALK)
     for name, value in cluster.items():
         monkeypatch.setenv(name, value)
     async with make_engine(lab, token_s=0.02, version_by="none") as engine:
         policy = policy_at(engine, lab, "vllm")
-        async with open_stream(lab, policy, workers=2, limit=8) as stream:
+        async with open_stream(lab, policy, workers=2, limit=14) as stream:
             groups = [await anext(stream)]
+            files = (lab.out / "journal").glob("*/alive")
+            pids = [json.loads(path.read_bytes())["pid"] for path in files]
+            stopped = next(pid for pid in pids if pid != os.getpid())
+            os.kill(stopped, signal.SIGSTOP)
+            pausing = asyncio.ensure_future(policy.pause())
+            await until(lambda: "pause waits for workers that do not report" in caplog.text)
+            assert not pausing.done()
+            os.kill(stopped, signal.SIGCONT)
+            await pausing
+            await policy.resume()
             for version in (2, 3):
                 await policy.pause()
                 engine.running.abort_all()
@@ -262,7 +278,7 @@ async def test_pauses_and_cut_answers_on_ray_workers(
             groups += [group async for group in stream]
         truth = [one for one in engine.truth if one.call_id]
     rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
-    assert len(rows) == 32
+    assert len(rows) == 56
     ids = {call["call_id"] for row in rows for call in row["calls"]}
     assert_all_tokens(groups, [t for t in truth if t.call_id in ids], some_unknown=True)
     known = {v for g in groups for m in g.members for s in m.segments for v in s.version_ids}
