@@ -237,6 +237,7 @@ def _open(
     run_dir = RunDir(path, fsync_delay_s=options.fsync_delay_s)
     SECRETS.learn_environment()
     run_dir.create()
+    run_dir.try_file_system()
     lock = run_dir.lock()
     try:
         with convert_os_errors(run_dir.path):

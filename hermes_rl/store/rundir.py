@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from hermes_rl.errors import DiskFull, StoreError, UserError
-from hermes_rl.locks import lock_within
+from hermes_rl.locks import lock_within, try_lock
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.files import Storage, check_digest, convert_os_errors
+from hermes_rl.store.files import Storage, check_digest, convert_os_errors, disk_errors
 from hermes_rl.store.processes import HeldLock, read_holder, this_process
 
 SCHEMA_VERSION = 1
@@ -117,6 +119,41 @@ class RunDir:
             raise UserError(
                 f"{self.path} cannot be written: {error.strerror}. Choose another --out"
             ) from error
+
+    def try_file_system(self) -> None:
+        """Try what exactly-once execution needs, before anything is paid for.
+
+        Raises: UserError that names what the file system lacks; DiskFull.
+        """
+        mark = secrets.token_hex(8)  # another driver may try at the same moment
+        names = [self.path / "tmp" / f"probe-{mark}-{n}" for n in range(3)]
+        fds: list[int] = []
+        what = "new files"
+        try:
+            with disk_errors():
+                fds += [os.open(names[0], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC) for _ in range(2)]
+                what = "locks (flock; Lustre has them with -o flock)"
+                if not try_lock(fds[0]) or try_lock(fds[1]):
+                    raise OSError(0, "two programs get the same lock")
+                what = "hard links"
+                os.link(names[0], names[1])
+                with suppress(FileExistsError):
+                    os.link(names[0], names[1])
+                    raise OSError(0, "a link replaces a file")
+                what = "renames"
+                os.rename(names[1], names[2])
+        except OSError as error:
+            if isinstance(error, DiskFull):
+                raise
+            raise UserError(
+                f"the file system of {self.path} lacks {what}: {error.strerror}. A run directory "
+                "needs them; choose another --out"
+            ) from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+            for name in names:
+                name.unlink(missing_ok=True)
 
     def lock(self) -> HeldLock:
         """Take LOCK.

@@ -161,7 +161,7 @@ class RunIndex:
         with self._lock:
             kept = self._recent.pop((path, at), None)
         if kept is None:
-            kept = _whole_row(path, at)
+            kept = _whole_row(self.run_dir.present(path), at)
         with self._lock:
             self._recent[path, at] = kept
             while len(self._recent) > 2:
@@ -173,7 +173,7 @@ class RunIndex:
         """Rows of another table that were published with a trajectory and name it in a column."""
         path, at, stem = self.place(trajectory_id)
         if path.suffix == ".parquet":
-            part = self.run_dir.part_path(table, stem)
+            part = self.run_dir.present(self.run_dir.part_path(table, stem))
             if not part.exists():
                 return []
             wanted = [(column, "=", trajectory_id)]

@@ -1,11 +1,14 @@
 """The ordinary way: dispatch, record, finish, publish, read; then resume."""
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -177,3 +180,37 @@ def test_a_forked_child_neither_holds_nor_releases_the_lock(
         asyncio.run(open_and_leave(tmp_path / "run"))
     finally:
         driver.stdin.close()  # its child ends
+
+
+@pytest.mark.parametrize(
+    ("module", "call", "code", "lacks"),
+    [
+        (fcntl, "flock", errno.ENOSYS, r"lacks locks \(flock; Lustre has them with -o flock\)"),
+        (os, "link", errno.EPERM, "lacks hard links: Operation not permitted"),
+        (os, "rename", errno.EXDEV, "lacks renames"),
+    ],
+)
+async def test_a_file_system_that_lacks_something_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str, code: int, lacks: str
+) -> None:
+    """Such a file system cannot be mounted here; its answers to the system calls are known."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(module, call, refuse)
+    with pytest.raises(UserError, match=lacks) as caught:
+        await open_run(tmp_path / "run", scripted_rows.CONFIG)
+    assert str(caught.value).endswith("needs them; choose another --out")
+    monkeypatch.undo()
+    assert not list((tmp_path / "run" / "tmp").iterdir())
+    async with await open_run(tmp_path / "run", scripted_rows.CONFIG):
+        pass
+
+
+async def test_locks_that_exclude_nobody_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
+    with pytest.raises(UserError, match="two programs get the same lock"):
+        await open_run(tmp_path / "run", scripted_rows.CONFIG)
