@@ -33,7 +33,7 @@ TABLES = (
 
 
 RETIRED = ".compact"
-"""Parts before and after a switch to merged ones. Hidden, so that no glob sees them twice."""
+"""Parts before and after a switch to merged ones; afterwards named `.parquet.old`."""
 
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
@@ -247,7 +247,7 @@ class RunDir:
         """A part that was listed, although it was merged since: its file is kept for a while."""
         if part.exists():
             return part
-        old = (self.path / RETIRED).glob(f"*/{part.parent.name}/{part.name}")
+        old = (self.path / RETIRED).glob(f"*/{part.parent.name}/{part.name}*")
         return next(old, part)
 
     def commit_stems(self) -> list[str]:

@@ -199,6 +199,8 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
                 run_dir.crash("compact-4-exchanged")
                 run_dir.storage.sync_path(place)
                 run_dir.storage.sync_path(run_dir.path)
+            for old in waits.glob("*.parquet"):  # recursive globs of some readers look here, too
+                old.rename(f"{old}.old")
         run_dir.crash("compact-5-switched")
         if time.time() - place.stat().st_mtime >= grace_s:
             shutil.rmtree(place)

@@ -160,6 +160,9 @@ def test_a_reader_that_listed_before_the_switch_still_reads(finished: Path) -> N
     compact_run(finished)
     rest = [u for batch in steps for u in batch["unit_id"].to_pylist()]
     assert first + rest == [row["unit_id"] for row in before]
+    files = f"{finished}/**/part-*.parquet"  # also those in hidden folders
+    found = duckdb.sql(f"select count(*) from read_parquet('{files}', union_by_name=true)")
+    assert found.fetchall() == [(sum(map(len, content(finished).values())),)]
 
 
 def test_an_older_version_refuses_a_merged_run(finished: Path) -> None:
