@@ -12,11 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, Unpack
 
 from hermes_rl import events as ev
 from hermes_rl.agent import (
@@ -37,6 +37,7 @@ from hermes_rl.agent import (
     SavedConversation,
     accounts_of,
     check_kinds,
+    compress_context,
     context_files,
     continuable,
     continued_context,
@@ -62,20 +63,21 @@ from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id
 from hermes_rl.messages import (
     Message,
+    UserMessage,
     conversation_from_openai,
     text_of,
     to_openai,
     with_unique_ids,
 )
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
+from hermes_rl.places import Place, Places
 from hermes_rl.ports import Recorder
-from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSnapshot, SandboxSpec
 from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
 from hermes_rl.tools import DELEGATE_TASK, Tool, default_approval
-from hermes_rl.wiring import BACKENDS, Link, context_parts, make_backend, open_link
+from hermes_rl.wiring import Link, context_parts, open_link
 
 FIRST_ANSWER_S = 5.0
 """Somebody waits: an endpoint that fails from the start is told soon."""
@@ -83,79 +85,6 @@ _IDENTITY = {"agent": {"name": "AIAgent"}}
 """Of run directories with the rows of agents."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Place:
-    """What belongs to one task id."""
-
-    sandbox: Sandbox | None = None
-    tool_state: dict[str, Any] = field(default_factory=dict)
-
-
-class _Places:
-    """The sandboxes and tool states of an agent, one for each task id.
-
-    The backend lives on the loop that opened it, so it is closed with its sandboxes.
-
-    Args:
-        sandbox: a specification, a backend, a name, or None for the default.
-    """
-
-    def __init__(self, sandbox: object) -> None:
-        self._wanted = sandbox
-        self._backend: SandboxBackend | None = None
-        self._places: dict[str, _Place] = {}
-        self._leases = 0
-
-    async def of(self, task_id: str, *, sandboxed: bool) -> tuple[_Place, float]:
-        """The place of a task, and the seconds that the start of its sandbox took now.
-
-        Raises: UserError, SandboxStartError.
-        """
-        place = self._places.setdefault(task_id, _Place())
-        if not sandboxed or place.sandbox is not None:
-            return place, 0.0
-        start = time.monotonic()
-        place.sandbox = await self.lease()
-        return place, time.monotonic() - start
-
-    async def lease(self, agent: str = "main", copy: SandboxSnapshot | None = None) -> Sandbox:
-        """Start a sandbox for an agent. Raises: SandboxStartError; UserError."""
-        if self._backend is None:
-            self._backend = self._open()
-        return await self._backend.lease(replace(self._spec(), snapshot=copy))
-
-    def _open(self) -> SandboxBackend:
-        wanted = None if isinstance(self._wanted, SandboxSpec) else self._wanted
-        if wanted is None or isinstance(wanted, str):
-            return make_backend(wanted or BACKENDS[0])
-        if not hasattr(wanted, "lease"):
-            raise UserError(f"sandbox {wanted!r}: give a backend, a SandboxSpec or a name")
-        return cast(SandboxBackend, wanted)
-
-    def _spec(self) -> SandboxSpec:
-        self._leases += 1
-        if not isinstance(self._wanted, SandboxSpec):
-            return SandboxSpec(lease=f"agent-{uuid.uuid4().hex[:16]}")
-        more = "" if self._leases == 1 else f"-{self._leases}"
-        return replace(self._wanted, lease=self._wanted.lease + more)
-
-    async def end(self, task_id: str) -> None:
-        """End a task's sandbox and forget its state."""
-        place = self._places.pop(task_id, None)
-        if place is not None and place.sandbox is not None:
-            await place.sandbox.aclose()
-
-    async def aclose(self) -> None:
-        """End all of them."""
-        try:
-            for task_id in list(self._places):
-                await self.end(task_id)
-        finally:
-            backend, self._backend = self._backend, None
-            if backend is not None:
-                await backend.aclose()
 
 
 class AIAgent:
@@ -252,7 +181,7 @@ class AIAgent:
         self._running = False
         self._link: Link | None = None
         self._opened = AsyncExitStack()
-        self._places = _Places(sandbox)
+        self._places = Places(sandbox)
         self._task_id = uuid.uuid4().hex
         self._rows: list[list[ev.Event]] = []
         """Events of the runs of the last message."""
@@ -282,7 +211,7 @@ class AIAgent:
 
     def run_conversation(
         self,
-        user_message: str,
+        user_message: str | Sequence[Mapping[str, Any]],
         system_message: str | None = None,
         conversation_history: Sequence[Mapping[str, Any]] | None = None,
         task_id: str | None = None,
@@ -292,6 +221,7 @@ class AIAgent:
         """Run until the agent ends; works in plain scripts and where a loop is already running.
 
         Args:
+            user_message: text, or a list of OpenAI content parts (text and images).
             system_message: replaces the system prompt from here on.
             conversation_history: OpenAI messages to continue from instead of the agent's own; `[]`
                 starts a new one. What servers would refuse in it is repaired in requests.
@@ -319,7 +249,7 @@ class AIAgent:
 
     async def run(
         self,
-        user_message: str,
+        user_message: str | Sequence[Mapping[str, Any]],
         system_message: str | None = None,
         conversation_history: Sequence[Mapping[str, Any]] | None = None,
         task_id: str | None = None,
@@ -355,9 +285,55 @@ class AIAgent:
     def end_task(self, task_id: str) -> None:
         """End the sandbox of a task id and forget the state of its tools. Raises: UserError while a
         run is active."""
+        self._refuse_running()
+        self._loop_thread.run(self._places.end(task_id))
+
+    def use_model(self, model: object) -> None:
+        """Continue the conversation, in its sandbox, with another model.
+
+        Args:
+            model: a name, or a `ModelConfig`. Fallbacks of the present model no longer apply.
+
+        Raises: UserError while a run is active.
+        """
+        self._refuse_running()
+        self._loop_thread.run(self._disconnect())
+        self.model = model
+        self._settings = replace(self._settings, model=model, keys={})
+
+    def compress(self) -> dict[str, Any] | None:
+        """Compress the context now, whatever its size; the session keeps the whole conversation.
+
+        Returns: usage, calls and cost_usd of the summary; None when nothing can be left out.
+        Raises: UserError while a run is active, before the first message, and with the preset rl.
+        """
+        self._refuse_running()
+        return self._loop_thread.run(self._compress())
+
+    def undo(self) -> str | list[dict[str, Any]] | None:
+        """Take back the last user message and all that followed; files stay as they are.
+
+        Returns: its content; None when there is none, or a compression put it into a summary.
+
+        Raises: UserError while a run is active.
+        """
+        self._refuse_running()
+        self._open_session()
+        places = [n for n, m in enumerate(self._history) if isinstance(m, UserMessage)]
+        if not places or (self._whole is not None and len(places) == 1):
+            return None
+        message = self._history[places[-1]]
+        removed = len(self._history) - places[-1]
+        self._history = self._history[: places[-1]]
+        if self._whole is not None:
+            self._whole = self._whole[: len(self._whole) - removed]
+        self._was_read = True  # its todo list is that of the messages that are left
+        self._loop_thread.run(self._save(self._history, "answered"))
+        return message.content if isinstance(message, UserMessage) else None
+
+    def _refuse_running(self) -> None:
         if self._running:
             raise UserError("this agent is running; interrupt it, or wait")
-        self._loop_thread.run(self._places.end(task_id))
 
     def interrupt(self, message: str | None = None) -> None:
         """End the running run now, from any thread; with a message, continue with that instead.
@@ -401,7 +377,7 @@ class AIAgent:
 
     async def _converse(
         self,
-        text: str,
+        text: str | Sequence[Mapping[str, Any]],
         system: str | None,
         history: Sequence[Mapping[str, Any]] | None,
         task_id: str | None,
@@ -410,8 +386,8 @@ class AIAgent:
     ) -> dict[str, Any]:
         if self._running:
             raise UserError("this agent is already running; interrupt it, steer it, or wait")
-        if not isinstance(text, str) or not isinstance(system, str | None):
-            raise UserError("user_message and system_message must be text")
+        if not isinstance(text, str | list) or not isinstance(system, str | None):
+            raise UserError("user_message must be text or content parts, system_message text")
         self._running = True
         try:
             self._open_session()
@@ -441,10 +417,7 @@ class AIAgent:
         Args:
             reset: another conversation takes the place of the agent's.
         """
-        if self._link is None:
-            opened = open_link(self.model, self._settings.keys, self._settings.context)
-            self._link = await self._opened.enter_async_context(opened)
-        link = self._link
+        link = await self._connect()
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
         place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
         keep_todos(place.tool_state, self._settings.tools, prompt if self._was_read else None)
@@ -479,8 +452,35 @@ class AIAgent:
             ended.error.result = result
         return result, ended.error
 
+    async def _connect(self) -> Link:
+        if self._link is None:
+            opened = open_link(self.model, self._settings.keys, self._settings.context)
+            self._link = await self._opened.enter_async_context(opened)
+        return self._link
+
+    async def _disconnect(self) -> None:
+        opened, self._opened, self._link = self._opened, AsyncExitStack(), None
+        await opened.aclose()
+
+    async def _compress(self) -> dict[str, Any] | None:
+        self._open_session()
+        if self._settings.context is None or not self._history:
+            raise UserError("there is no context to compress: say something first")
+        self._running = True
+        try:
+            link = await self._connect()
+            place, _ = await self._places.of(self._task_id, sandboxed=False)
+            log = self._begin_run(link, place, "", self._task_id, 0.0)
+            parts = self._parts(link, place, log, self._history, None)
+            if not await compress_context(parts, self._history):
+                return None
+            await self._finalise(log, Ended("answered", None), self._task_id, None, failed=False)
+            return accounts_of(self._rows.pop())
+        finally:
+            self._running = False
+
     async def _run_once(
-        self, link: Link, place: _Place, log: EventLog, prompt: list[Message], task_id: str
+        self, link: Link, place: Place, log: EventLog, prompt: list[Message], task_id: str
     ) -> tuple[Ended, list[Message]]:
         """Run the agent on a prompt. However it ends, what was paid for is kept.
 
@@ -536,7 +536,7 @@ class AIAgent:
     def _parts(
         self,
         link: Link,
-        place: _Place,
+        place: Place,
         log: EventLog,
         prompt: list[Message],
         hooks: RunHooks | None,
@@ -608,7 +608,7 @@ class AIAgent:
         if self._keeps_system and (system := self._saved.system_prompt) is not None:
             self._system, self._joins_files = system, False
 
-    async def _join_files(self, place: _Place) -> None:
+    async def _join_files(self, place: Place) -> None:
         """Join the project's instructions to the system prompt, once: it stays the same then."""
         if self._joins_files and place.sandbox is not None:
             self._joins_files = False
@@ -656,7 +656,7 @@ class AIAgent:
                 await hooks.observe("on_session_finalize")
 
     def _begin_run(
-        self, link: Link, place: _Place, text: str, task_id: str, seconds: float
+        self, link: Link, place: Place, text: str, task_id: str, seconds: float
     ) -> EventLog:
         """The log of the next run, with what is known before its first message."""
         seen = link.routes.seen(link.model)

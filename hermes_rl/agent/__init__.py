@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hermes_rl.agent.policy import PRESETS, Budget, IterationBudget, Limits, Policy, preset
     from hermes_rl.agent.project_files import context_files
     from hermes_rl.agent.prompt import EMPTY, LATEST, WORDINGS, system_prompt, with_services
-    from hermes_rl.agent.run import run_agent, wall_limit
+    from hermes_rl.agent.run import compress_context, run_agent, wall_limit
     from hermes_rl.agent.run_hooks import RunHooks
     from hermes_rl.agent.session import (
         SavedConversation,

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from hermes_rl.agent.answers import REFUSAL, answer
+from hermes_rl.agent.compression import compress
 from hermes_rl.agent.parts import AgentParts, AgentResult, Control, Finish, RunState, Tries
 from hermes_rl.agent.prompt import EMPTY
 from hermes_rl.agent.run_hooks import with_context
@@ -99,6 +100,17 @@ def begin(
         run.add(with_context(prompt[-1], context), raw_text=text_of(prompt[-1]))
     run.prompt_length = len(run.conversation)
     return run
+
+
+async def compress_context(parts: AgentParts, messages: Sequence[Message]) -> bool:
+    """Compress a conversation between two runs, and record it; whether it was compressed."""
+    run = RunState.of(parts, Control())
+    if parts.system:
+        run.add(SystemMessage(content=parts.system))
+    for message in messages:
+        run.add(message)
+    run.prompt_length = len(run.conversation)
+    return await compress(run)
 
 
 async def run_turns(run: RunState) -> str:

@@ -10,7 +10,13 @@ from typing import Any
 
 from hermes_rl.agent.summaries import stored_todos
 from hermes_rl.events import CallEnded, CallStarted, ContextStarted, Event, MessageAdded
-from hermes_rl.messages import AssistantMessage, Message, SystemMessage, UserMessage, text_of
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    SystemMessage,
+    UserMessage,
+    from_openai,
+)
 from hermes_rl.sessions import (
     RecordsTurns,
     Session,
@@ -122,16 +128,37 @@ def keep_todos(
         state[TODO] = stored_todos(history or ())
 
 
-def with_user(history: Sequence[Message], text: str, *, joined: bool = True) -> list[Message]:
+def with_user(
+    history: Sequence[Message],
+    content: str | Sequence[Mapping[str, Any]],
+    *,
+    joined: bool = True,
+) -> list[Message]:
     """The conversation with a user message at its end.
 
     Args:
+        content: text, or OpenAI content parts.
         joined: two user messages in a row become one.
+
+    Raises: UserError for parts that are not objects.
     """
-    text = clean(text)
+    if isinstance(content, str):
+        content = clean(content)
+    message = from_openai({"role": "user", "content": content})
+    assert isinstance(message, UserMessage)
     if joined and history and isinstance(last := history[-1], UserMessage):
-        return [*history[:-1], UserMessage(content=f"{text_of(last)}\n\n{text}")]
-    return [*history, UserMessage(content=text)]
+        if isinstance(last.content, str) and isinstance(message.content, str):
+            content = f"{last.content}\n\n{message.content}"
+        else:
+            parts = [*_content_parts(last), *_content_parts(message)]
+            return [*history[:-1], UserMessage(content=parts)]
+        return [*history[:-1], UserMessage(content=content)]
+    return [*history, message]
+
+
+def _content_parts(message: UserMessage) -> list[dict[str, Any]]:
+    content = message.content
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def last_answer(events: Iterable[Event]) -> str | None:

@@ -27,6 +27,7 @@ PROGRAM = "hermes-rl"
 COMMANDS = {
     "demo": "the whole product on the bundled smoke tasks",
     "run": "generate trajectories from a dataset; the same command resumes",
+    "chat": "talk to the agent in a terminal; sessions resume",
     "play": "be the agent: same sandbox, files, limits and verifier",
     "show": "the table of a run, or one trajectory",
     "view": "the runs of a folder in a browser, also while they run",

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("segments",),
     ("agent", "store"),
     ("wiring definitions checkpoints setups", "testing"),
-    ("rollout verify judging workspaces", "aiagent", "evals"),
+    ("rollout verify judging workspaces", "aiagent places", "evals"),
     ("rl",),
     ("servers", "export", "environments", "batch_runner"),
     ("viewer",),
