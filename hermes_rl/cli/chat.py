@@ -222,29 +222,28 @@ class Chat:
 
     # The loop
 
-    def run(self, reader: Reader, first: str | None = None) -> int:
-        """Read and answer messages until the user leaves; returns the exit code.
-
-        Args:
-            first: the first message.
-        """
+    def run(self, reader: Reader) -> int:
+        """Read and answer messages until the user leaves; returns the exit code."""
         self.reader = reader
+        with quiet_terminal():
+            try:
+                while True:
+                    self._next(reader)
+            except EOFError:
+                return ExitCode.DONE
+            except Leave as leave:
+                return leave.code
+
+    def _next(self, reader: Reader) -> None:
+        """Read and answer one message. Raises: EOFError, Leave."""
         try:
-            if first:
-                self.say(first)
-            while True:
-                try:
-                    draft, self._draft = self._draft, ""
-                    text = reader.message(draft)
-                except EOFError:
-                    return ExitCode.DONE
-                except KeyboardInterrupt:
-                    self._press()
-                    continue
-                self._presses = 0
-                self._take(text)
-        except Leave as leave:
-            return leave.code
+            draft, self._draft = self._draft, ""
+            text = reader.message(draft)
+        except KeyboardInterrupt:
+            self._press()
+            return
+        self._presses = 0
+        self._take(text)
 
     def _press(self) -> None:
         """Take a Ctrl-C. Raises: Leave at the second in a row."""
@@ -254,7 +253,7 @@ class Chat:
         self.screen.line("Ctrl-C again, or Ctrl-D, leaves", "dim")
 
     def _take(self, text: str) -> None:
-        """Run a command, or send a message. A mistake is told and ends nothing."""
+        """Run a command, or send a message. A mistake is reported and ends nothing."""
         if not text.strip():
             return
         try:
@@ -296,16 +295,15 @@ class Chat:
         def run() -> None:
             try:
                 done.set_result(work())
-            except BaseException as error:  # a boundary: told by the main thread
+            except BaseException as error:  # a boundary: the main thread reports it
                 done.set_exception(error)
             self._events.put(done)
 
         before = signal.signal(signal.SIGINT, lambda *_: self._events.put("interrupt"))
         self._worker = threading.Thread(target=run, name="hermes-rl-chat")
         try:
-            with quiet_terminal():
-                self._worker.start()
-                self._show(turn, done)
+            self._worker.start()
+            self._show(turn, done)
         finally:
             signal.signal(signal.SIGINT, before)
         self._worker = None
@@ -411,7 +409,7 @@ class Chat:
         return question.answer.result()
 
     def _decide(self, question: _Question, turn: _Turn) -> None:
-        """Ask the user about a dangerous command; whatever is no consent denies it."""
+        """Ask the user about a dangerous command; anything but consent denies it."""
         request, allowed = question.request, question.request.pattern in self._allowed
         try:
             if not allowed and self.reader is not None and not turn.interrupted:
@@ -498,7 +496,7 @@ class Chat:
     def _undone(self) -> str | list[dict[str, Any]]:
         content = self.agent.undo()
         if content is None:
-            raise UserError("there is no message that can be taken back")
+            raise UserError("nothing can be taken back")
         return content
 
     def undo(self, _: str) -> None:
@@ -526,11 +524,11 @@ class Chat:
     def _work(self, number: int, agent: AIAgent, text: str) -> None:
         try:
             result = agent.run_conversation(text)
-            said = result["final_response"] or result["end_reason"]
+            report = result["final_response"] or result["end_reason"]
         except Exception as error:  # a boundary: a thread of its own
-            said = f"error: {error}"
+            report = f"error: {error}"
         agent.close()
-        note = f"background {number} (session {agent.session_id[:12]}): {said}"
+        note = f"background {number} (session {agent.session_id[:12]}): {report}"
         if self._worker is not None:
             self._events.put(note)  # the main thread writes it
         else:
@@ -587,7 +585,7 @@ COMMANDS: dict[str, Command] = {
     "tools": Command(Chat.tools, "the tools that the model has"),
     "usage": Command(Chat.usage, "calls, tokens and cost of this chat"),
     "compress": Command(Chat.compress, "replace the older part of the context by a summary"),
-    "undo": Command(Chat.undo, "take back the last message, to write it anew"),
+    "undo": Command(Chat.undo, "take back the last message, and edit it"),
     "retry": Command(Chat.retry, "send the last message again"),
     "background": Command(Chat.background, "another agent works on a task meanwhile", "TASK"),
     "resume": Command(Chat.resume, "recent sessions; or continue one", "[ID]"),

@@ -28,7 +28,7 @@ def command(
     api_key_env: Annotated[str | None, typer.Option(help="variable that holds the key")] = None,
     api_mode: Annotated[str | None, typer.Option(help="dialect")] = None,
     model_path: Annotated[Path | None, typer.Option(help="weights for --model local")] = None,
-    toolsets: Annotated[str, typer.Option(help="toolsets, A,B; none is no tools")] = "",
+    toolsets: Annotated[str, typer.Option(help="toolsets, A,B; none: without tools")] = "",
     workspace: Annotated[
         Path | None, typer.Option(help="folder of yours to work in [an empty one that goes]")
     ] = None,
@@ -160,11 +160,10 @@ def _chat(
             signal.signal(number, _leave)
         if query is not None:
             return _ask(chat, query, images)
-        commands = {f"/{name}": one.help for name, one in COMMANDS.items()}
         history = store.path.parent / "chat-history"
         reader: Reader = LineReader()
         if sys.stdin.isatty():
-            reader = TerminalReader(history, commands, chat.toolbar)
+            reader = TerminalReader(history, (f"/{name}" for name in COMMANDS), chat.toolbar)
             _greet(chat, resumed=info is not None)
         return chat.run(reader)
     finally:

@@ -62,7 +62,7 @@ class TerminalReader:
 
     Args:
         history: the file that keeps what was typed, for its owner alone.
-        commands: names that are completed, with their help.
+        commands: names that are completed.
         toolbar: the text below the prompt.
 
     Raises: UserError without prompt_toolkit.
@@ -70,7 +70,7 @@ class TerminalReader:
 
     interactive = True
 
-    def __init__(self, history: Path, commands: dict[str, str], toolbar: Callable[[], str]) -> None:
+    def __init__(self, history: Path, commands: Iterable[str], toolbar: Callable[[], str]) -> None:
         try:
             from prompt_toolkit import PromptSession
         except ImportError:
@@ -78,8 +78,7 @@ class TerminalReader:
                 "a chat needs prompt_toolkit. Install it: pip install 'hermes-rl[chat]'; "
                 'or ask one question: hermes-rl chat -q "..."'
             ) from None
-        from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.completion import NestedCompleter
         from prompt_toolkit.key_binding import KeyBindings
 
         keys = KeyBindings()
@@ -91,10 +90,8 @@ class TerminalReader:
             history=_history(history),
             multiline=True,
             key_bindings=keys,
-            completer=WordCompleter(list(commands), meta_dict=commands, sentence=True),
-            complete_while_typing=Condition(
-                lambda: self._session.default_buffer.text.startswith("/")
-            ),
+            completer=NestedCompleter.from_nested_dict(dict.fromkeys(commands)),
+            complete_while_typing=True,
             bottom_toolbar=toolbar,
             prompt_continuation=". ",
             reserve_space_for_menu=4,

@@ -112,7 +112,7 @@ def _result_text(content: str) -> str:
 
 @contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """While the agent works: what is typed is not shown, and waits for the next prompt."""
+    """Between prompts: what is typed is not shown, and waits for the next prompt."""
     try:
         before = termios.tcgetattr(sys.stdin)
     except (termios.error, ValueError, OSError):  # no terminal

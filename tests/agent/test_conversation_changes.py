@@ -68,10 +68,10 @@ def test_a_context_is_compressed_when_the_user_wants_it(base_url: str, tmp_path:
         assert done is not None
         assert [call["purpose"] for call in done["calls"]] == ["summary"]
         assert agent.session_id != before
-        short = agent.run_conversation("go on")
+        short = agent.run_conversation("continue")
         assert short["usage"]["input_tokens"] < done["usage"]["input_tokens"]
         assert len(store.messages(before)) == 6
-        assert agent.undo() == "go on"
+        assert agent.undo() == "continue"
 
 
 def test_a_message_has_images(base_url: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyte
 
-WAIT_S = 90.0
+WAIT_S = 45.0
 
 ENTER, CTRL_C, CTRL_D, NEW_LINE = "\r", "\x03", "\x04", "\x1b\r"
 

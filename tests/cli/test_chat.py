@@ -131,8 +131,8 @@ def test_a_turn_shows_reasoning_text_and_tools_with_times(place: Place, columns:
         assert terminal.wait() == 0
 
 
-def test_a_dangerous_command_runs_only_with_a_consent_given_to_the_question(place: Place) -> None:
-    """What was typed before the question is no answer to it."""
+def test_a_dangerous_command_runs_only_with_consent_to_the_question(place: Place) -> None:
+    """What was typed before the question does not answer it."""
     removal = {"run": "mkdir -p kept; rm -r kept; echo removed it"}
     script = say({"run": "sleep 2"}, removal, {"text": "first"}, removal, {"text": "second"})
     with place.open() as terminal:
@@ -168,7 +168,7 @@ def test_ctrl_c_interrupts_a_turn_and_twice_leaves_a_session_that_continues(plac
 
 @pytest.mark.parametrize("end", ["hang up", "terminate", "kill"])
 def test_whatever_ends_a_chat_leaves_a_session_that_resumes(place: Place, end: str) -> None:
-    """Within a turn: its finished turns are kept, and nothing of it keeps running."""
+    """Within a turn: its finished turns are kept, and its processes end."""
     mark = f"sleep 8{uuid.uuid4().int % 10**6}"
     with place.open() as terminal:
         script = say({"text": "paid one"}, {"run": "echo step"}, [{"run": mark}, "late"], "later")
@@ -188,14 +188,15 @@ def test_whatever_ends_a_chat_leaves_a_session_that_resumes(place: Place, end: s
     assert "second" in texts
     assert any("step" in text for text in texts[3:])
     with place.open("--resume", info.session_id[:8]) as terminal:
-        terminal.say("go on", until=DONE)
+        terminal.say("continue", until=DONE)
 
 
 def test_commands_change_the_conversation(place: Place) -> None:
     with place.open() as terminal:
         terminal.say(say("one", "two", "three", "four"), until=DONE)
         terminal.say("/undp", until="did you mean '/undo'")
-        terminal.say("to be undone", until="two")
+        terminal.say("to be undone")
+        terminal.wait_for(DONE, count=2)
         terminal.say("/undo", until="taken back")
         terminal.wait_for("to be undone", count=2)  # to be changed
         terminal.type(" no more" + ENTER)
@@ -203,7 +204,8 @@ def test_commands_change_the_conversation(place: Place) -> None:
         terminal.say("/retry")
         terminal.wait_for(DONE, count=4)
         terminal.say("/model other", until="model other")
-        terminal.say("now", until="three")
+        terminal.say("now")
+        terminal.wait_for(DONE, count=5)
         terminal.say("/help", until="/background TASK")
         terminal.say("/tools", until="toolsets: terminal, file")
         terminal.say("/usage", until="5 calls")
