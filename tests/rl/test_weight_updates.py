@@ -4,8 +4,11 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +242,60 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
     assert_all_tokens(groups, [one for one in truth if one.call_id in ids])
     assert any(one.finish == "abort" and one.sampled_ids for one in truth)
     assert any(group.versions == (1, 2) for group in groups)
+
+
+TRAINER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from runs import Lab
+from hermes_rl.rl import Policy
+from test_weight_updates import open_stream
+
+async def main():
+    lab = Lab(Path(sys.argv[2]))
+    tokenizer = lab.path / "tokenizer"
+    policy = Policy(model="toy", base_url=sys.argv[3], tokens="vllm", tokenizer=tokenizer)
+    async with open_stream(lab, policy, limit=8) as stream:
+        async for group in stream:
+            await group.ack(step=1)
+            print("ack", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_a_trainer_that_is_killed_during_weight_updates_loses_no_token(lab: Lab) -> None:
+    """Each kill comes while the engine is paused, with all answers in progress cut off."""
+    lab.write(TALK)
+    command = [sys.executable, "-c", TRAINER, str(Path(__file__).parent), str(lab.path)]
+    async with make_engine(lab, token_s=0.01) as engine:
+        for kill in (True, True, False):
+            process = await asyncio.create_subprocess_exec(
+                *command, engine.base_url, stdout=asyncio.subprocess.PIPE
+            )
+            assert process.stdout
+            assert await process.stdout.readline() == b"ack\n"
+            if kill:
+                engine.running.pause("abort")
+                engine.running.set_version(str(int(engine.running.version or 0) + 1))
+                process.kill()
+            else:
+                assert await process.stdout.read()
+            assert await process.wait() == (-signal.SIGKILL if kill else 0)
+            engine.running.resume()
+        truth = list(engine.truth)
+    run = load_run(lab.out)
+    assert [*run.deliveries["event"]] == ["acknowledged"] * 8
+    assert run.trajectories["unit_id"].is_unique
+    assert len(run.trajectories) == 32
+    ids = {call["call_id"] for row in lab.rows() for call in row["calls"]}
+    final = set(run.trajectories["trajectory_id"])
+    rows = [s for s in run.arrow("segments").to_pylist() if s["trajectory_id"] in final]
+    segments = [SimpleNamespace(**row) for row in rows]
+    kept: Any = [SimpleNamespace(members=[SimpleNamespace(segments=segments)])]
+    assert_all_tokens(kept, [one for one in truth if one.call_id in ids])
 
 
 @pytest.mark.slow
