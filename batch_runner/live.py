@@ -140,8 +140,8 @@ class GroupSource(RunSource):
         await super().receive(receipt)
         if item is None:
             return
-        ended = receipt.cause == "interrupted" and self.stop is None  # by `staleness`
-        if ended or self._driver.ledger.disposition(receipt.unit_id) != "open":
+        stale = receipt.cause == "interrupted" and self._live.is_stale(item)
+        if stale or self._driver.ledger.disposition(receipt.unit_id) != "open":
             self._live.end_member(item, receipt)
 
 
@@ -348,12 +348,18 @@ class LiveGroups:
                 units = [item.unit_id for item in running if item.group_id == group.group_id]
                 self._background(self._interrupt(units))
 
+    def is_stale(self, item: WorkItem) -> bool:
+        """Whether the group of a member has become too old, and ends."""
+        group = self._open.get(item.group_id)
+        return group is not None and group.stale is not None
+
     def drop_stale(self, item: WorkItem) -> bool:
         """Whether a retry is not made, because its group has ended."""
-        group = self._open[item.group_id]
-        if group.stale is None:
+        if not self.is_stale(item):
             return False
-        self._end(group, Member(item.repeat, item.unit_id, None, None, "interrupted"))
+        self._end(
+            self._open[item.group_id], Member(item.repeat, item.unit_id, None, None, "interrupted")
+        )
         return True
 
     def _start(self, group: OpenGroup, count: int) -> None:

@@ -355,6 +355,7 @@ async def open_run_context(
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
         targets = resolve_targets_by_model(config)
         plan = tokens or await find_plan(config, keyring)
+        together.version = None if plan is None else plan.version
         models = await open_models(
             config.model.name, config.endpoint, targets, stack, keyring, together, plan
         )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from runs import Lab
 
-from hermes_rl.rl import LiveGroup, Policy, RolloutStream, Staleness, rollouts
+from hermes_rl.rl import LiveGroup, LiveMember, Policy, RolloutStream, Staleness, rollouts
 from hermes_rl.store import load_run
 from hermes_rl.testing import ExactConfig, ExactEngine, Truth, chat_of, write_tiny_tokenizer
 
@@ -200,6 +200,26 @@ async def test_a_version_of_a_whole_answer_is_null_where_weights_may_have_change
     ids = [v for g in groups for m in g.members for s in m.segments for v in s.version_ids]
     assert any(v > 0 for v in ids), "answers between two updates"
     assert any(len(one.versions) > 1 for one in truth), "answers over an update"
+
+
+@pytest.mark.parametrize("tokens", MODES)
+async def test_weights_that_never_change_are_known_from_the_first_answer(
+    lab: Lab, tokens: str
+) -> None:
+    """The call that finds out how to get ids names their version."""
+    lab.write(TALK)
+    more = {"routes": frozenset({"/inference/v1/generate"})} if "_" in tokens else {}
+    async with make_engine(lab, version_by="answer", **more) as engine:
+        policy = policy_at(engine, lab, tokens.partition("_")[0])
+        async with open_stream(lab, policy, limit=2) as stream:
+            groups = [group async for group in stream]
+        truth = [one for one in engine.truth if one.call_id and one.prompt_ids]
+    ids = {call["call_id"] for g in groups for m in g.members for call in calls_of(m)}
+    assert_all_tokens(groups, [one for one in truth if one.call_id in ids])
+
+
+def calls_of(member: LiveMember) -> list[dict[str, Any]]:
+    return [] if member.trajectory is None else list(member.trajectory["calls"])
 
 
 @pytest.mark.parametrize(("version_by", "mode"), [("answer", "keep"), ("none", "abort")])

@@ -56,12 +56,13 @@ from hermes_rl.models.tokens import (
     classify_logprobs,
     detect_ids_format,
     logprobs_follow_filters,
+    pick,
     read_first_logprobs,
     read_token_ids,
     sampling_of,
 )
 from hermes_rl.models.transports import PlainAnswer, exchange
-from hermes_rl.models.wire import ReplyHead, bearer_headers, read_chat_usage
+from hermes_rl.models.wire import VERSION_HEADERS, ReplyHead, bearer_headers, read_chat_usage
 from hermes_rl.text import decode_json, encode_json
 from hermes_rl.usage import Usage
 
@@ -151,13 +152,17 @@ def _error(endpoint: Endpoint, answer: PlainAnswer) -> ModelError:
     return classify_response(answer.status, answer.headers, answer.body, secrets=endpoint.secrets)
 
 
-async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> bytes:
-    """POST a JSON body and return the body of the answer. Raises: ModelError."""
+_VERSION = "policy_version|weight_version|choices.0.weight_version|meta_info.weight_version"
+"""Places of the version of the weights in the answers of engines."""
+
+
+async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> PlainAnswer:
+    """POST a JSON body and return the answer. Raises: ModelError."""
     headers = bearer_headers(endpoint.api_key)
     answer = await exchange(endpoint, endpoint.url(path), headers, encode_json(form))
     if answer.status != 200:
         raise _error(endpoint, answer)
-    return answer.body
+    return answer
 
 
 class _Answer(NamedTuple):
@@ -208,6 +213,8 @@ class Probe:
     """The server calls the output limit `max_completion_tokens`."""
     _tokens: int = 1
     """Tokens of a call with ids."""
+    _version: str | None = None
+    """Of the weights, as the last answer named it."""
 
     async def capabilities(self) -> Capabilities:
         """Find out what the model can do.
@@ -273,6 +280,7 @@ class Probe:
                     way=way,
                     logprobs=found.kind,
                     filtered=found.filtered,
+                    version=self._version,
                     template=tuple(renderer.preserves_prefix().lines()),
                     calls=self._plan_calls(),
                 )
@@ -310,7 +318,7 @@ class Probe:
             )
             form = wire.body(request, prompt)
             wire.ask_likely(form, top)
-            data = await _post(where, wire.path, form)
+            data = self._body(await _post(where, wire.path, form))
             decoder = wire.decoder(request, ReplyHead({}))
             decoder.feed(data)
             answer = decoder.finish()  # raises if the answer contradicts itself
@@ -321,6 +329,13 @@ class Probe:
             return _Answer(answer.usage, likely)
 
         return ask
+
+    def _body(self, answer: PlainAnswer) -> bytes:
+        """Return the body of an answer, and note the version of the weights that it names."""
+        named = [answer.headers.get(name) for name in VERSION_HEADERS]
+        version = pick(decode_json(answer.body), _VERSION) or next(filter(None, named), None)
+        self._version = self._version if version is None else str(version)
+        return answer.body
 
     async def _compare_tokenizers(self, renderer: Renderer) -> None:
         """Let the engine tokenize a text too, if it has a route for that.
@@ -340,7 +355,9 @@ class Probe:
         from hermes_rl.models.tokens import without_version_path  # with it comes the renderer
 
         async def ask() -> _Answer:
-            form = decode_json(await _post(without_version_path(self.endpoint), "/tokenize", body))
+            form = decode_json(
+                (await _post(without_version_path(self.endpoint), "/tokenize", body)).body
+            )
             return _Answer(
                 ids=read_token_ids(form.get("tokens") if isinstance(form, dict) else None)
             )
@@ -363,6 +380,7 @@ class Probe:
                 way="chat",
                 logprobs=found.kind,
                 filtered=found.filtered,
+                version=self._version,
                 spelling=found.first.spelling,
                 calls=self._plan_calls(),
             )
@@ -428,7 +446,7 @@ class Probe:
         limit = "max_completion_tokens" if self._capped else "max_tokens"
         messages = [{"role": "user", "content": _QUESTION}]
         body = {**self.extra, "model": self.model, "messages": messages, limit: 1, **fields}
-        form = decode_json(await _post(self.endpoint, "/chat/completions", body))
+        form = decode_json(self._body(await _post(self.endpoint, "/chat/completions", body)))
         usage = read_chat_usage(form.get("usage")) if isinstance(form, dict) else None
         return _Answer(usage, read_first_logprobs(form), detect_ids_format(form))
 

@@ -77,6 +77,8 @@ class Share:
         unix: Callable[[], float] = time.time,
     ) -> None:
         self.cooldowns = Cooldowns(unix)
+        self.version: str | None = None
+        """Of the policy's weights before the first call, where the engine has named it."""
         self._worker, self._maximum, self._tick_s = worker, maximum, tick_s
         self._clock, self._unix = clock, unix
         self._limiters: dict[str, Limiter] = {}
@@ -96,6 +98,7 @@ class Share:
                 clock=self._clock,
                 unix=self._unix,
             )
+            self._limiters[name].traffic.weights.see(self.version)
         return self._limiters[name]
 
     def budget(self, place: int = NO_UNIT, limits: dict[str, int] | None = None) -> Budget | None:

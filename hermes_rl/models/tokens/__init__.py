@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ROUTES,
         TokenWire,
         detect_ids_format,
+        pick,
         read_first_logprobs,
         read_token_ids,
         sampling_of,

@@ -37,6 +37,8 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The kind of the engine's logprobs."""
     filtered: bool = False
     """Logprobs of kind `sampling` are taken after top-p, top-k and min-p too."""
+    version: str | None = None
+    """Of the weights, as the engine named it."""
     spelling: Spelling | None = None
     """Of a chat endpoint."""
     why: str = ""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hermes_rl.models.wire.chat import CHAT_COMPLETIONS, ChatCompletions
     from hermes_rl.models.wire.decoding import (
         DONE,
+        VERSION_HEADERS,
         AnswerContext,
         AnswerInterrupted,
         BodyDecoder,

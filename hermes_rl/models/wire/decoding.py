@@ -84,7 +84,7 @@ class Envelope(msgspec.Struct):
     policy_version: Any = None
 
 
-_VERSION_HEADERS = ("x-policy-version", "x-weight-version")
+VERSION_HEADERS = ("x-policy-version", "x-weight-version")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class AnswerContext:
         if tokens is not None and tokens.versions:
             found = {span.version for span in tokens.versions}
             return found.pop() if len(found) == 1 else None
-        named = (self.head.headers.get(name) for name in _VERSION_HEADERS)
+        named = (self.head.headers.get(name) for name in VERSION_HEADERS)
         listed = (one for one in (envelope.policy_version, *named) if one is not None)
         version = next(listed, None)
         return None if version is None else str(version)
