@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import yaml
 
 from hermes_rl.errors import ToolError, UserError
 from hermes_rl.identity import digest
-from hermes_rl.text import clean, one_line
+from hermes_rl.text import clean, cut_middle, one_line
 
 SKILLS = "skills"
 """Name of the toolset; where the state of a rollout has changed skills."""
@@ -38,8 +39,8 @@ _NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _MAX_NAME, _MAX_DESCRIPTION = 64, 1024
 _HEAD = re.compile(r"\A---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 
-Files = dict[str, str]
-"""Path in the skill -> text."""
+Files = dict[str, bytes]
+"""Path in the skill -> content."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Skills:
         for name, files in state.get(SKILLS, {}).items():
             found.pop(name, None)
             if files is not None:
-                found[name] = read_head(files[MAIN], name, name)
+                found[name] = read_head(b64decode(files[MAIN]).decode(), name, name)
         return [found[name] for name in sorted(found)][:MAX_SKILLS]
 
     def index(self, state: Mapping[str, Any]) -> str:
@@ -81,12 +82,12 @@ class Skills:
         lines = [f"- {skill.name}: {skill.description}" for skill in self.listed(state)]
         return "\n".join([INTRODUCTION, *lines]) if lines else ""
 
-    def files(self, state: Mapping[str, Any], name: str) -> dict[str, bytes]:
+    def files(self, state: Mapping[str, Any], name: str) -> Files:
         """The files of a skill by their paths in it. Raises: ToolError when there is none."""
         changed = state.get(SKILLS, {})
         if name in changed:
             if changed[name] is not None:
-                return {path: text.encode() for path, text in changed[name].items()}
+                return {path: b64decode(text) for path, text in changed[name].items()}
         elif _NAME.fullmatch(name):
             for folder in self._folders:
                 if (folder / name / MAIN).is_file():
@@ -97,7 +98,8 @@ class Skills:
     def keep(self, state: dict[str, Any], name: str, files: Files | None) -> None:
         """Make or replace a skill, or with None delete it. Raises: ToolError."""
         if self._writable is None:
-            state[SKILLS] = {**state.get(SKILLS, {}), name: files}
+            kept = {path: b64encode(data).decode() for path, data in (files or {}).items()}
+            state[SKILLS] = {**state.get(SKILLS, {}), name: None if files is None else kept}
             return
         place = self._writable / name
         try:
@@ -108,9 +110,9 @@ class Skills:
                 return
             new = self._writable / f".{name}.new"
             shutil.rmtree(new, ignore_errors=True)
-            for path, text in files.items():
+            for path, data in files.items():
                 (new / path).parent.mkdir(parents=True, exist_ok=True)
-                (new / path).write_text(text, encoding="utf-8")
+                (new / path).write_bytes(data)
             if place.exists():
                 shutil.rmtree(place)
             new.rename(place)
@@ -142,8 +144,15 @@ def open_skills(folders: Iterable[str | Path], writable: Path | None = None) -> 
     return skills
 
 
-def read_head(text: str, name: str, place: str) -> Skill:
-    """The name and the description of a `SKILL.md`. Raises: UserError that names the place."""
+def read_head(text: str, name: str, place: str, *, strict: bool = False) -> Skill:
+    """The name and the description of a `SKILL.md`.
+
+    Args:
+        strict: refuse a description that is longer than the specification allows, as published
+            skills have; otherwise it is cut.
+
+    Raises: UserError that names the place.
+    """
     head = _HEAD.match(text)
     try:
         fields = yaml.safe_load(head[1]) if head else None
@@ -160,9 +169,13 @@ def read_head(text: str, name: str, place: str) -> Skill:
             f"{place}: a name has up to {_MAX_NAME} lower-case letters, digits and single hyphens"
         )
     description = fields.get("description")
-    if not isinstance(description, str) or not 0 < len(description.strip()) <= _MAX_DESCRIPTION:
+    if (
+        not isinstance(description, str)
+        or not (length := len(description.strip()))
+        or (strict and length > _MAX_DESCRIPTION)
+    ):
         raise UserError(f"{place}: 'description' must have 1 to {_MAX_DESCRIPTION:,} characters")
-    return Skill(name, one_line(clean(description)))
+    return Skill(name, cut_middle(one_line(clean(description)), _MAX_DESCRIPTION))
 
 
 def _skill_folders(folder: Path) -> list[Path]:

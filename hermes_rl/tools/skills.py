@@ -68,8 +68,7 @@ async def _put_into(sandbox: Sandbox, name: str, files: Mapping[str, bytes]) -> 
 async def _skill_manage(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {skill, files}."""
     skills, name, action = _skills(ctx), args["name"], args["action"]
-    before = {} if action == "create" else skills.files(ctx.state, name)
-    files: Files | None = {k: v.decode("utf-8", "replace") for k, v in before.items()}
+    files: Files | None = {} if action == "create" else skills.files(ctx.state, name)
     assert files is not None
     path = _inside(args.get("file") or MAIN)
     content = args.get("content") or ""
@@ -77,13 +76,13 @@ async def _skill_manage(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         case "create":
             if any(skill.name == name for skill in skills.listed(ctx.state)):
                 raise ToolError(f"there is a skill {name!r} already; change it with write or patch")
-            files = {MAIN: content}
+            path, files = MAIN, {MAIN: content.encode()}
         case "write":
-            files[path] = content
+            files[path] = content.encode()
         case "patch":
             if path not in files:
                 raise ToolError(f"the skill {name!r} has no file {path!r}")
-            files[path] = _patched(files[path], args.get("old_text") or "", content)
+            files[path] = _patched(files[path], args.get("old_text") or "", content).encode()
         case "remove":
             if path == MAIN or path not in files:
                 raise ToolError(f"{path!r} cannot be removed from {name!r}")
@@ -91,14 +90,18 @@ async def _skill_manage(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         case "delete":
             files = None
     if files is not None:
-        _check(name, files)
+        _check(name, files, path)
     skills.keep(ctx.state, name, files)
     fields = {"skill": name, "files": [*files] if files is not None else None}
     return ToolResult(text=to_json(fields), data=fields)
 
 
-def _patched(text: str, old: str, new: str) -> str:
-    """Raises: ToolError unless `old` is there once."""
+def _patched(data: bytes, old: str, new: str) -> str:
+    """Raises: ToolError unless the file is text and has `old` once."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise ToolError("the file is not text, so it cannot be patched") from None
     found = matching.find(text, old) if old.strip() else None
     if found is None or len(found.spans) != 1:
         raise ToolError("old_text must be a part of the file that it has exactly once")
@@ -113,21 +116,21 @@ def _inside(path: str) -> str:
     return str(PurePosixPath(path))
 
 
-def _check(name: str, files: Files) -> None:
-    """Raises: ToolError for an invalid skill, or one with a secret."""
+def _check(name: str, files: Files, changed: str) -> None:
+    """Raises: ToolError for an invalid skill, or a changed file with too much or with a secret."""
     try:
-        read_head(files[MAIN], name, f"skill {name!r}")
+        read_head(files[MAIN].decode("utf-8", "replace"), name, f"skill {name!r}", strict=True)
     except UserError as error:
         raise ToolError(str(error)) from None
     if len(files) > MAX_FILES:
         raise ToolError(f"a skill has at most {MAX_FILES} files")
-    for path, text in files.items():
-        if len(text) > MAX_FILE_CHARS:
-            raise ToolError(
-                f"{path} has {len(text):,} characters, and at most {MAX_FILE_CHARS:,} fit"
-            )
-        if find_leaks(text):
-            raise ToolError(f"{path} looks like it has a secret, which a skill must not keep")
+    text = files.get(changed, b"").decode()
+    if len(text) > MAX_FILE_CHARS:
+        raise ToolError(
+            f"{changed} has {len(text):,} characters, and at most {MAX_FILE_CHARS:,} fit"
+        )
+    if find_leaks(text):
+        raise ToolError(f"{changed} looks like it has a secret, which a skill must not keep")
 
 
 skills_list = replace(_skills_list, needs_sandbox=False)

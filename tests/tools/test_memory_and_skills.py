@@ -158,6 +158,40 @@ async def test_a_skill_is_made_changed_and_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "shared" / "mine" / "SKILL.md").exists()
 
 
+@pytest.mark.parametrize("kept", ["folder", "state"])
+async def test_a_changed_skill_keeps_its_other_files_byte_for_byte(
+    tmp_path: Path, kept: str
+) -> None:
+    make_skill(tmp_path / "shared", "mine")
+    font = bytes(range(256)) * 1000
+    (tmp_path / "shared" / "mine" / "font.ttf").write_bytes(font)
+    own = tmp_path / "own" if kept == "folder" else None
+    skills = Skills([tmp_path / "shared"], own)
+    here = context(skills=skills)
+    added = {"file": "notes.md", "content": "Zwölf.\n"}
+    await call(here, "skill_manage", action="write", name="mine", **added)
+    files = skills.files(here.state, "mine")
+    assert files["font.ttf"] == font
+    assert files["notes.md"].decode() == "Zwölf.\n"
+    assert json.loads(json.dumps(here.state)) == here.state, "a checkpoint keeps it"
+    change = {"file": "font.ttf", "old_text": "x", "content": "y"}
+    with pytest.raises(ToolError, match="not text, so it cannot be patched"):
+        await call(here, "skill_manage", action="patch", name="mine", **change)
+
+
+async def test_a_published_description_that_is_too_long_is_cut_and_not_written(
+    tmp_path: Path,
+) -> None:
+    make_skill(tmp_path, "mine")
+    text = HEAD.format(name="mine").replace("Does mine.", "word " * 400)
+    (tmp_path / "mine" / "SKILL.md").write_text(text)
+    (skill,) = open_skills([tmp_path]).listed({})
+    assert len(skill.description) <= 1024
+    here = context(skills=Skills([tmp_path], tmp_path / "own"))
+    with pytest.raises(ToolError, match="1 to 1,024 characters"):
+        await call(here, "skill_manage", action="write", name="mine", content=text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
