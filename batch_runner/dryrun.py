@@ -20,6 +20,7 @@ from batch_runner.runner import run_batch
 from batch_runner.settings import SMALL_UNITS, Settings, choose_workers, resolve_settings
 from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
+from hermes_rl.definitions import missing_tools
 from hermes_rl.evals import stats
 from hermes_rl.store import Ledger, RunDir, read_commits, refuse_changes
 from hermes_rl.usage import cost_text
@@ -46,6 +47,8 @@ class Forecast:
     """Units of the run that are no longer in the dataset."""
     images: int
     """Images of task folders that would be built."""
+    missing: list[str]
+    """What units are not offered, though a distribution names it."""
     journal: int
     """Writers whose journals would be recovered first; what they finished is not counted here."""
 
@@ -71,7 +74,7 @@ class Forecast:
                 f"{self.journal} interrupted writers would be recovered first; "
                 "what they finished will not run again"
             )
-        return lines
+        return [*lines, *self.missing]
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ async def dry_run(config: RunConfig) -> Forecast:
         open=counts.open,
         left=len(ledger) - counts.known,
         images=len(builds.contexts) if builds is not None and counts.open else 0,
+        missing=missing_tools(settings.config),
         journal=len(run_dir.writers()),
     )
 

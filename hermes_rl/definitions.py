@@ -150,13 +150,20 @@ def toolsets_in(agent: AgentSection) -> tuple[str, ...]:
     return DEFAULT_TOOLSETS
 
 
+def programs_here(section: SandboxSection, task: Task | None = None) -> bool:
+    """Whether the sandbox of a task has the programs of this machine."""
+    image = section.image if task is None or task.image is None else task.image
+    return image is None and section.backend in _LOCAL
+
+
 def missing_tools(config: RunConfig) -> list[str]:
     """What units of a run are not offered, though a distribution names it, for people.
 
-    Raises: UserError for a tool of `agent.toolsets` that lacks something here.
+    Raises: UserError for a toolset of `agent.toolsets` that has no tools, or of which one lacks
+    something here.
     """
     agent, catalogue = config.agent, catalogue_of(config.agent)
-    missing = catalogue.missing(toolsets_in(agent))
+    missing = catalogue.missing(toolsets_in(agent), programs_here(config.sandbox))
     if agent.toolsets is not None and missing:
         name, why = next(iter(missing.items()))
         raise UserError(
@@ -164,9 +171,11 @@ def missing_tools(config: RunConfig) -> list[str]:
             "its toolset out"
         )
     lines = [f"not offered: {name} ({why})" for name, why in missing.items()]
-    if agent.toolsets is not None:
-        return lines
-    empty = [n for n in toolsets_in(agent) if n != "none" and not catalogue.tool_names([n])]
+    empty = catalogue.empty(toolsets_in(agent))
+    if agent.toolsets is not None and empty:
+        raise UserError(
+            f"--toolsets: the toolset {empty[0]!r} has no tools. Leave it out, or use none"
+        )
     return lines + [f"not offered: the toolset {name} has no tools" for name in empty]
 
 

@@ -45,6 +45,7 @@ from hermes_rl.definitions import (
     first_memory,
     image_digest,
     limits_of,
+    programs_here,
     sampling_of,
     sent_seed,
     services_of,
@@ -174,8 +175,13 @@ class RunContext:
 
     def _draw(self, item: WorkItem, toolsets: tuple[str, ...], more: Mapping[str, Tool]) -> Draw:
         policy = policy_of(self.config)
-        tools = with_wording(catalogue_of(self.config.agent).resolve(toolsets), policy.wording)
-        tools = with_timeout(tools, policy.command_timeout_s)
+        catalogue, here = (
+            catalogue_of(self.config.agent),
+            programs_here(self.config.sandbox, item.task),
+        )
+        missing = catalogue.missing(toolsets, here)
+        found = {n: tool for n, tool in catalogue.resolve(toolsets).items() if n not in missing}
+        tools = with_timeout(with_wording(found, policy.wording), policy.command_timeout_s)
         if twice := sorted(tools.keys() & more.keys()):
             raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
         tools = {**tools, **more}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.sources import mapped_rows
 from hermes_rl.tasks import Task, TaskRow, Verify
 from hermes_rl.testing import BUNDLES, CHEATS, answer_cheats, bundle
-from hermes_rl.tools import get_distribution, tool_names
+from hermes_rl.tools import Catalogue, get_distribution, tool_names
 
 _SCRIPTS_AT_ONCE = 512
 """Scripts that are parsed by one bash."""
@@ -58,6 +59,7 @@ def inspect_rows(rows: Iterable[TaskRow]) -> Findings:
         faults += [(row.index, fault) for fault in find_duplicate_id(row, ids)]
         faults += [(row.index, f"{row.place}: {fault}") for fault in find_unknown_tools(row.task)]
         faults += [(row.index, f"{row.place}: {fault}") for fault in find_absent_extras(row.task)]
+        faults += [(row.index, f"{row.place}: {fault}") for fault in find_missing_tools(row.task)]
         kept += [(row.index, row.place, name, script) for name, script in scripts(row.task)]
         if len(kept) >= _SCRIPTS_AT_ONCE:
             faults += _script_faults(kept)
@@ -113,6 +115,18 @@ def find_unknown_tools(task: Task | None) -> Iterator[str]:
             get_distribution(task.distribution)
     except UserError as error:
         yield str(error)
+
+
+def find_missing_tools(task: Task | None) -> Iterator[str]:
+    """What a row's toolsets lack on this machine; its unit would not be offered it."""
+    if task is None or task.toolsets is None:
+        return
+    catalogue = Catalogue()
+    with suppress(UserError):  # of an unknown toolset, which is an error of its own
+        for name, why in catalogue.missing(task.toolsets, here=task.image is None).items():
+            yield f"the tool {name!r} of its toolsets cannot be offered here: {why}"
+        for name in catalogue.empty(task.toolsets):
+            yield f"the toolset {name!r} has no tools. Leave it out, or use none"
 
 
 def find_absent_extras(task: Task | None) -> Iterator[str]:

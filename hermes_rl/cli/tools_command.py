@@ -21,9 +21,9 @@ def command(
     hermes-rl run tasks.jsonl --distribution development ...
     """
     from hermes_rl.cli.render import columns
-    from hermes_rl.tools import DISTRIBUTIONS, TOOLS, TOOLSETS, lacks, tool_names
+    from hermes_rl.tools import DISTRIBUTIONS, TOOLS, TOOLSETS, Catalogue, tool_names
 
-    missing = {name: why for name, tool in TOOLS.items() if (why := lacks(tool)) is not None}
+    missing, empty = Catalogue().missing(TOOLSETS), Catalogue().empty(TOOLSETS)
     if as_json:
         found: dict[str, Any] = {
             "tools": {
@@ -47,10 +47,9 @@ def command(
         for name, one in TOOLSETS.items()
     ]
     print(columns(("toolset", "for", "tools"), rows))
-    if missing:
-        print("\nnot offered here")
-        for name, why in missing.items():
-            print(f"  {name}: {why}")
+    lines = [f"  {name}: {why}" for name, why in missing.items()]
+    lines += [f"  {name}: the toolset has no tools" for name in empty]
+    print("\n".join(["\nnot offered here", *lines]) if lines else "")
     shares = [
         (name, ", ".join(f"{toolset} {percent:g}" for toolset, percent in one.items()))
         for name, one in DISTRIBUTIONS.items()

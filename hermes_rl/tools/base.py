@@ -168,6 +168,10 @@ class Tool:
     missing: Callable[[], str | None] | None = None
     """Says what the tool lacks on this machine, with the remedy, such as `no key: set KEY`; None
     when nothing is missing. A tool that lacks something is not offered to the model."""
+    programs: tuple[str, ...] = ()
+    """Names and patterns of paths of programs of which it needs one in the sandbox."""
+    install: str = ""
+    """How to install one, such as `apt-get install chromium`."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def browser_tool(name: str) -> Callable[[Handler], Tool]:
             return ToolResult(text=_text(fields), data=fields)
 
         made = tool(name=name, **schema(name), toolset="browser", max_chars=MAX_RESULT_CHARS)(run)
-        return replace(made, untrusted=True)
+        return replace(made, untrusted=True, programs=chromium.PROGRAMS, install=chromium.INSTALL)
 
     return make
 

@@ -54,6 +54,7 @@ PROGRAMS = (
 )
 """Where Chromium is looked for, in the sandbox. The first are programs to which the others are
 scripts that need files of /etc."""
+INSTALL = "apt-get install chromium fonts-liberation"
 NO_BROWSER = (
     "The sandbox has no Chromium. Install it in the image of the sandbox (Debian and Ubuntu: "
     "`apt-get install chromium fonts-liberation`); without an image, on the machine itself."

@@ -5,10 +5,13 @@ The one place that lists the modules of tools; nothing registers itself.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from shutil import which
 from typing import Any
 
 import msgspec
@@ -173,10 +176,22 @@ class Catalogue:
         names = self.tool_names(toolsets)
         return {name: t for name, t in TOOLS.items() if name in names and lacks(t) is None}
 
-    def missing(self, toolsets: Iterable[str]) -> dict[str, str]:
-        """Tools of these toolsets that are not offered -> what they lack. Raises: UserError."""
-        names = self.tool_names(toolsets)
-        return {name: why for name in TOOLS if name in names and (why := lacks(TOOLS[name]))}
+    def missing(self, toolsets: Iterable[str], here: bool = True) -> dict[str, str]:
+        """Tools of these toolsets that cannot work -> what they lack.
+
+        Args:
+            here: sandboxes have the programs of this machine, not those of an image.
+
+        Raises: UserError.
+        """
+        found = self.tool_names(toolsets)
+        tools = [tool for name, tool in TOOLS.items() if name in found]
+        reasons = {tool.name: lacks(tool) or (here and lacks_program(tool)) for tool in tools}
+        return {name: why for name, why in reasons.items() if why}
+
+    def empty(self, toolsets: Iterable[str]) -> list[str]:
+        """Those of these toolsets that have no tools, `none` apart. Raises: UserError."""
+        return [name for name in toolsets if name != "none" and not self.tool_names([name])]
 
     def distribution(self, name: str) -> Distribution:
         """The definition of a distribution. Raises: UserError that lists the known ones."""
@@ -201,6 +216,18 @@ class Catalogue:
 def lacks(one: Tool) -> str | None:
     """What a tool lacks on this machine, with the remedy; None when nothing is missing."""
     return None if one.missing is None else one.missing()
+
+
+def lacks_program(one: Tool) -> str | None:
+    """The programs of which a tool needs one in the sandbox and this machine has none, with the
+    remedy."""
+    absent = one.programs and not _is_installed(one.programs)
+    return f"not installed here: {one.install}" if absent else None
+
+
+@cache
+def _is_installed(programs: tuple[str, ...]) -> bool:
+    return any(glob.glob(name) if name[0] == "/" else which(name) for name in programs)
 
 
 def tool_names(toolsets: Iterable[str]) -> set[str]:

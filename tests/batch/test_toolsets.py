@@ -8,10 +8,10 @@ from typing import Any
 import kit
 import pytest
 
-from batch_runner import Silent, arun_batch
+from batch_runner import Silent, arun_batch, dry_run
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
-from hermes_rl.tools import TOOLS, Memory
+from hermes_rl.tools import TOOLS, Catalogue, Memory
 
 SKILL = "---\nname: {name}\ndescription: Says {name}.\n---\n{text}\n"
 TASKS = [{"id": f"task-{n}", "prompt": "Do it."} for n in range(3)]
@@ -93,6 +93,7 @@ async def test_a_distribution_of_the_user_is_drawn_by_seed(
         ({"user_toolsets": {"a": {"includes": ["a"]}}, "toolsets": ["a"]}, "'a' includes itself"),
         ({"user_distributions": {"mine": {"todo": 150}}}, "0 to 100 percent"),
         ({"user_distributions": {"mine": {"todos": 50}}}, "did you mean 'todo'"),
+        ({"toolsets": ["terminal", "image_gen"]}, "the toolset 'image_gen' has no tools"),
         ({"skills": ["/nowhere"]}, "skills: no folder /nowhere"),
         ({"memory": "/nowhere"}, "'agent.memory': no folder /nowhere"),
     ],
@@ -129,3 +130,29 @@ async def test_a_tool_that_lacks_something_is_refused_or_not_offered(
     assert "not offered: the toolset image_gen has no tools" in notes
     for row in kit.read_table(tmp_path / "run", "trajectories"):
         assert [tool["function"]["name"] for tool in json.loads(row["tools"])] == ["terminal"]
+
+
+async def test_a_tool_whose_program_is_not_here_is_not_offered_without_an_image(
+    tmp_path: Path, playing: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = replace(TOOLS["todo"], programs=("no-such-program",), install="apt-get install it")
+    monkeypatch.setitem(TOOLS, "todo", absent)
+    why = "not installed here: apt-get install it"
+    with pytest.raises(UserError, match=f"'todo' cannot be offered here .{why}"):
+        await run(tmp_path, playing, toolsets=["todo"])
+    config = kit.make_config(
+        tmp_path,
+        [{"prompt": "Do it.", "toolsets": ["terminal", "todo"]}],
+        endpoint={"base_url": playing.base_url},
+    )
+    await arun_batch(config, progress=Silent())
+    (row,) = kit.read_table(tmp_path / "run", "trajectories")
+    assert [tool["function"]["name"] for tool in json.loads(row["tools"])] == ["terminal"]
+    assert Catalogue().missing(["todo"]) == {"todo": why}
+    assert Catalogue().missing(["todo"], here=False) == {}
+    other = tmp_path / "other"
+    other.mkdir()
+    mine = {"mine": {"todo": 100, "terminal": 100}}
+    agent = {"user_distributions": mine, "distribution": "mine", "toolsets": None}
+    config = kit.make_config(other, TASKS, agent=agent, endpoint={"base_url": playing.base_url})
+    assert f"not offered: todo ({why})" in (await dry_run(config)).lines()

@@ -37,6 +37,7 @@ def test_help_lists_every_command_and_each_has_an_example(tmp_path: Path) -> Non
 def test_tools_are_listed_with_their_toolsets(tmp_path: Path) -> None:
     text = run_cli("tools", cwd=tmp_path).out
     assert re.search(r"^skills +.* skills_list skill_view skill_manage$", text, re.MULTILINE)
+    assert "  image_gen: the toolset has no tools" in text
     assert re.search(r"^terminal_only +terminal 100, file 100$", text, re.MULTILINE)
     found = json.loads(run_cli("tools", "--json", cwd=tmp_path).out)
     assert found["tools"]["todo"] == {"toolset": "todo", "missing": None}
@@ -272,12 +273,14 @@ def test_check_reports_ids_shared_by_different_tasks(tmp_path: Path) -> None:
 
 
 def test_check_reports_unknown_tools_and_empty_datasets(tmp_path: Path) -> None:
-    write_rows(tmp_path / "t.jsonl", {"prompt": "x", "toolsets": ["shel"]}, {"prompt": "x"})
+    rows: list[dict[str, object]] = [{"toolsets": ["shel"]}, {}, {"toolsets": ["image_gen"]}]
+    write_rows(tmp_path / "t.jsonl", *({"prompt": "x", **one} for one in rows))
     write_rows(tmp_path / "d.jsonl", {"prompt": "x", "distribution": "mine"})
     tools = run_cli("check", "t.jsonl", cwd=tmp_path)
     assert tools.code == 2
+    assert "t.jsonl:3: the toolset 'image_gen' has no tools" in tools.err
     assert tools.err.startswith("error: t.jsonl:1: unknown toolset 'shel' (known: terminal, ")
-    assert "2 rows, 1 bad" in tools.out
+    assert "3 rows, 2 bad" in tools.out
     drawn = run_cli("check", "d.jsonl", cwd=tmp_path)
     assert drawn.code == 2
     assert drawn.err.startswith("error: d.jsonl:1: unknown distribution 'mine' (known: default, ")
