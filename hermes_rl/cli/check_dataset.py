@@ -122,7 +122,7 @@ def find_missing_tools(task: Task | None) -> Iterator[str]:
     if task is None or task.toolsets is None:
         return
     catalogue = Catalogue()
-    with suppress(UserError):  # of an unknown toolset, which is an error of its own
+    with suppress(UserError):  # of an unknown toolset, which is reported elsewhere
         for name, why in catalogue.missing(task.toolsets, here=task.image is None).items():
             yield f"the tool {name!r} of its toolsets cannot be offered here: {why}"
         for name in catalogue.empty(task.toolsets):

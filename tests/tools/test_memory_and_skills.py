@@ -165,8 +165,8 @@ async def test_a_changed_skill_keeps_its_other_files_byte_for_byte(
     make_skill(tmp_path / "shared", "mine")
     font = bytes(range(256)) * 1000
     (tmp_path / "shared" / "mine" / "font.ttf").write_bytes(font)
-    own = tmp_path / "own" if kept == "folder" else None
-    skills = Skills([tmp_path / "shared"], own)
+    folder = tmp_path / "changed" if kept == "folder" else None
+    skills = Skills([tmp_path / "shared"], folder)
     here = context(skills=skills)
     added = {"file": "notes.md", "content": "Zwölf.\n"}
     await call(here, "skill_manage", action="write", name="mine", **added)
@@ -187,7 +187,7 @@ async def test_a_published_description_that_is_too_long_is_cut_and_not_written(
     (tmp_path / "mine" / "SKILL.md").write_text(text)
     (skill,) = open_skills([tmp_path]).listed({})
     assert len(skill.description) <= 1024
-    here = context(skills=Skills([tmp_path], tmp_path / "own"))
+    here = context(skills=Skills([tmp_path], tmp_path / "changed"))
     with pytest.raises(ToolError, match="1 to 1,024 characters"):
         await call(here, "skill_manage", action="write", name="mine", content=text)
 
