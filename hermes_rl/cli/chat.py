@@ -28,8 +28,8 @@ from hermes_rl.config import ModelConfig
 from hermes_rl.errors import ExitCode, HermesError, UserError
 from hermes_rl.input_errors import did_you_mean
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, parse_arguments, text_of
-from hermes_rl.sessions import SessionInfo, SessionStore
-from hermes_rl.tools import Approval, ApprovalRequest, Mode, resolve
+from hermes_rl.sessions import SessionInfo, SessionStore, default_store_path
+from hermes_rl.tools import SKILLS, Approval, ApprovalRequest, Mode, open_skills, resolve
 
 _TICK_S = 0.5
 _ASK_S = 86_400.0
@@ -100,6 +100,14 @@ class _Piece(NamedTuple):
 class _Question(NamedTuple):
     request: ApprovalRequest
     answer: Future[bool]
+    unanswered: bool = False
+
+
+class _Clarification(NamedTuple):
+    question: str
+    choices: list[str]
+    answer: Future[str | None]
+    unanswered: None = None
 
 
 @dataclass
@@ -163,6 +171,7 @@ class Chat:
             session,
             approval,
             on_event=self._events.put,
+            clarify_callback=self._clarify,
             on_delta=lambda text: self._events.put(_Piece(text, reasoning=False)),
             reasoning_callback=lambda text: self._events.put(_Piece(text, reasoning=True)),
         )
@@ -217,8 +226,8 @@ class Chat:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(event, _Question):
-                event.answer.set_result(False)
+            if isinstance(event, _Question | _Clarification):
+                event.answer.set_result(event.unanswered)  # type: ignore[arg-type]
 
     # The loop
 
@@ -332,8 +341,8 @@ class Chat:
                         return
                 case "interrupt":
                     self._interrupt(turn)
-                case _Question():
-                    self._decide(event, turn)
+                case _Question() | _Clarification():
+                    self._put(event, turn)
                 case _Piece():
                     turn.streamed = turn.streamed or not event.reasoning
                     self.screen.stream(event.text, "dim italic" if event.reasoning else "")
@@ -363,7 +372,7 @@ class Chat:
             case ev.CallEnded() if event.outcome not in ("ok", "cancelled"):
                 self.screen.line(f"the call failed: {event.error or event.outcome}", "dim")
             case ev.AnswerDiscarded():
-                self.screen.line(f"asked again: {event.why}", "dim")
+                self.screen.line(f"requested again: {event.why}", "dim")
             case ev.ContextStarted() if event.start:
                 self.screen.line(f"the context was compressed ({event.reason})", "dim")
             case ev.SubagentStarted():
@@ -408,6 +417,12 @@ class Chat:
         self._events.put(question)
         return question.answer.result()
 
+    def _put(self, query: _Question | _Clarification, turn: _Turn) -> None:
+        if isinstance(query, _Question):
+            self._decide(query, turn)
+        else:
+            self._clarified(query, turn)
+
     def _decide(self, question: _Question, turn: _Turn) -> None:
         """Ask the user about a dangerous command; anything but consent denies it."""
         request, allowed = question.request, question.request.pattern in self._allowed
@@ -426,6 +441,30 @@ class Chat:
             pass
         finally:
             question.answer.set_result(allowed)
+
+    def _clarify(self, question: str, choices: list[str]) -> str | None:
+        """Called on a thread of the agent, by the tool `clarify`."""
+        query = _Clarification(question, choices, Future())
+        self._events.put(query)
+        return query.answer.result()
+
+    def _clarified(self, query: _Clarification, turn: _Turn) -> None:
+        """Ask the user a question of the model; a number chooses."""
+        answer = None
+        try:
+            if self.reader is not None and not turn.interrupted:
+                self.screen.line(query.question, "yellow")
+                for number, choice in enumerate(query.choices, 1):
+                    self.screen.line(f"  {number}  {choice}")
+                answer = self.reader.answer("Answer: ").strip()
+                if answer.isascii() and answer.isdigit() and 0 < int(answer) <= len(query.choices):
+                    answer = query.choices[int(answer) - 1]
+        except KeyboardInterrupt:
+            self._interrupt(turn)
+        except EOFError:
+            pass
+        finally:
+            query.answer.set_result(answer)
 
     # Commands
 
@@ -451,6 +490,12 @@ class Chat:
         for tool in resolve(self.options.toolsets).values():
             self.screen.clipped(f"{tool.name:<16} {tool.description.strip().splitlines()[0]}")
         self.screen.line(f"toolsets: {', '.join(self.options.toolsets)}", "dim")
+
+    def skills(self, _: str) -> None:
+        for skill in open_skills((), default_store_path().parent / SKILLS).listed({}):
+            self.screen.clipped(f"{skill.name:<20} {skill.description}")
+        if SKILLS not in self.options.toolsets:
+            self.screen.line("the model sees them with --toolsets terminal,file,skills", "dim")
 
     def usage(self, _: str) -> None:
         totals = self.totals
@@ -583,6 +628,7 @@ COMMANDS: dict[str, Command] = {
     "help": Command(Chat.help, "these lines"),
     "model": Command(Chat.model, "the model; or continue with another one", "[NAME [URL]]"),
     "tools": Command(Chat.tools, "the tools that the model has"),
+    "skills": Command(Chat.skills, "the skills of this user"),
     "usage": Command(Chat.usage, "calls, tokens and cost of this chat"),
     "compress": Command(Chat.compress, "replace the older part of the context by a summary"),
     "undo": Command(Chat.undo, "take back the last message, and edit it"),

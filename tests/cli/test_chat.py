@@ -148,6 +148,20 @@ def test_a_dangerous_command_runs_only_with_consent_to_the_question(place: Place
         terminal.wait_for(DONE, count=2)
 
 
+def test_the_model_asks_the_user(place: Place) -> None:
+    call = {"name": "clarify", "arguments": {"question": "Which one?", "choices": ["red", "blue"]}}
+    with place.open("--toolsets", "clarify") as terminal:
+        terminal.say(say({"calls": [call]}, "thanks"), until="Answer:")
+        assert "  2  blue" in terminal.text
+        terminal.type("2" + ENTER)
+        terminal.wait_for(DONE)
+        terminal.say("/skills", until="the model sees them with")
+    with place.store() as store:
+        [info] = [one for one in store.sessions() if one.messages]
+        texts = [str(message.content) for message in store.messages(info.session_id)]
+    assert '{"question":"Which one?","answer":"blue"}' in texts
+
+
 def test_ctrl_c_interrupts_a_turn_and_twice_leaves_a_session_that_continues(place: Place) -> None:
     mark = f"sleep 7{uuid.uuid4().int % 10**6}"
     with place.open() as terminal:
