@@ -35,6 +35,8 @@ SETTLE_S = 0.3
 MAX_MESSAGE_BYTES = 32 << 20
 PROCESS_BYTES = 800 << 20
 """Memory that each process of the browser may write: a page ends by it before the sandbox does."""
+VIEW = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+"""What is seen of a page, in pixels."""
 MAX_TABS = 5
 MAX_DIALOGS = 20
 """Dialogs of a page that are answered during one call."""
@@ -293,6 +295,7 @@ class Browser:
         self.refs.clear()
         self._queue("Page.enable", tab=tab)
         self._queue("Inspector.enable", tab=tab)
+        self._queue("Emulation.setDeviceMetricsOverride", VIEW, tab)
         self._queue("Runtime.runIfWaitingForDebugger", tab=tab)
         if len(self.tabs) > MAX_TABS:
             self._queue("Target.closeTarget", {"targetId": self.tabs.pop(0).target})
