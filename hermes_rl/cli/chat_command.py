@@ -27,7 +27,6 @@ def command(
     base_url: Annotated[str | None, typer.Option(help="endpoint")] = None,
     api_key_env: Annotated[str | None, typer.Option(help="variable that holds the key")] = None,
     api_mode: Annotated[str | None, typer.Option(help="dialect")] = None,
-    model_path: Annotated[Path | None, typer.Option(help="weights for --model local")] = None,
     toolsets: Annotated[str, typer.Option(help="toolsets, A,B; none: without tools")] = "",
     workspace: Annotated[
         Path | None, typer.Option(help="folder of yours to work in [an empty one that goes]")
@@ -63,7 +62,6 @@ def command(
             "base_url": base_url,
             "api_key_env": api_key_env,
             "api_mode": api_mode,
-            "model_path": model_path,
         }
         options = _options(name, fields, toolsets, workspace, sandbox, approval)
         return _chat(options, opened, info, query, tuple(image or ()))
@@ -223,5 +221,4 @@ def _fetch_weights(model: Any) -> None:
             last = now
             print(f"weights: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB ({what})", file=sys.stderr)
 
-    path = Path(model.model_path) if model.model_path else None
-    run_sync(ensure_weights(model.name, model_path=path, progress=progress))
+    run_sync(ensure_weights(model.name, progress=progress))
