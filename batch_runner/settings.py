@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hermes_rl.aio import run_sync
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
 from hermes_rl.config_endpoint import EnvSection
 from hermes_rl.definitions import adapt_identity, adapt_switches, missing_tools
@@ -22,7 +23,7 @@ from hermes_rl.input_errors import nearest
 from hermes_rl.models.providers import collect_keys
 from hermes_rl.sources import dataset_name
 from hermes_rl.store import RunDir
-from hermes_rl.wiring import identity_of
+from hermes_rl.wiring import identity_of, with_offers
 
 if TYPE_CHECKING:
     from hermes_rl.rl import Host, Opened
@@ -133,6 +134,8 @@ def resolve_settings(config: RunConfig) -> Settings:
     before = _identity_at(out)
     missing_tools(config)
     config = adapt_switches(config, before)
+    if config.mcp:
+        config = run_sync(with_offers(config, keys))
     identity = identity_of(config)
     if opened is not None:
         identity["env"] = opened.identity

@@ -58,6 +58,7 @@ from hermes_rl.agent import (
     preset as policy_of,
 )
 from hermes_rl.aio import LoopThread, run_sync, to_end
+from hermes_rl.config_mcp import McpSection, read_variables
 from hermes_rl.errors import HermesError, Interrupted, SandboxError, UserError
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id
@@ -76,7 +77,14 @@ from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
-from hermes_rl.tools import DELEGATE_TASK, Tool, default_approval
+from hermes_rl.tools import (
+    DELEGATE_TASK,
+    OpenParts,
+    Tool,
+    default_approval,
+    mcp_tools,
+    read_offers,
+)
 from hermes_rl.wiring import Link, context_parts, open_link
 
 FIRST_ANSWER_S = 5.0
@@ -109,6 +117,8 @@ class AIAgent:
         context: how a full context is compressed: a `ContextConfig`, its fields, or an engine.
         hooks: functions that are called at named moments of a run; see `Hooks`.
         plugins: names or paths of plugins, whose hooks are called before those of `hooks`.
+        mcp: MCP servers by name, as in the section `mcp` of a run; asked for their tools at the
+            first message.
         otel: `spans` makes OpenTelemetry spans of each run, `content` with texts in them.
         allow_unsandboxed: needed for the sandbox `none`, which runs commands as you.
         names: further keywords, as hermes-agent names them; see `OtherNames`.
@@ -134,6 +144,7 @@ class AIAgent:
         hooks: Hooks | None = None,
         context: object = None,
         plugins: Sequence[str | Path] = (),
+        mcp: Mapping[str, Any] | None = None,
         otel: str | None = None,
         allow_unsandboxed: bool = False,
         **names: Unpack[OtherNames],
@@ -182,6 +193,10 @@ class AIAgent:
         self._link: Link | None = None
         self._opened = AsyncExitStack()
         self._places = Places(sandbox)
+        servers: Any = {"mcp": mcp or {}}
+        self._mcp = McpSection(**servers).mcp
+        """Servers that were not asked for their tools yet."""
+        self._shared = OpenParts()
         self._task_id = uuid.uuid4().hex
         self._rows: list[list[ev.Event]] = []
         """Events of the runs of the last message."""
@@ -418,6 +433,7 @@ class AIAgent:
             reset: another conversation takes the place of the agent's.
         """
         link = await self._connect()
+        await self._join_mcp()
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
         place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
         keep_todos(place.tool_state, self._settings.tools, prompt if self._was_read else None)
@@ -561,6 +577,7 @@ class AIAgent:
             on_reasoning=settings.callbacks.on_reasoning if settings.callbacks else None,
             tool_state=place.tool_state,
             services=settings.services,
+            opened=place.opened,
             budget=settings.budget,
             approval=settings.approval,
             hooks=hooks,
@@ -623,6 +640,15 @@ class AIAgent:
         turn_id = f"{self._task_id}-{self._runs}"
         return RunHooks(self._table, {**about, "task_id": task_id, "turn_id": turn_id})
 
+    async def _join_mcp(self) -> None:
+        """Join the tools of MCP servers to the others, once. Raises: UserError."""
+        if self._mcp:
+            variables = read_variables(self._mcp)
+            found = await read_offers(self._mcp, variables, self._places.lease)
+            more = mcp_tools(found, variables, self._shared)
+            self._settings = replace(self._settings, tools={**self._settings.tools, **more})
+            self._mcp = {}
+
     async def _begin_session(self, link: Link, *, reset: bool) -> None:
         """Call the hook of the first run since the agent was made or closed, or of a conversation
         that another one replaces."""
@@ -648,6 +674,7 @@ class AIAgent:
         opened, self._opened = self._opened, AsyncExitStack()
         link, self._link = self._link, None
         ended, self._ended = self._ended, None
+        opened.push_async_callback(self._shared.aclose)
         opened.push_async_callback(self._places.aclose)
         async with opened:
             if link is None or ended is None:

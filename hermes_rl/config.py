@@ -44,6 +44,7 @@ from hermes_rl.config_endpoint import (
     Section,
     check_address,
 )
+from hermes_rl.config_mcp import McpServers
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file, refusal, unknown
 from hermes_rl.network import Network, parse_network
@@ -405,6 +406,9 @@ class RunConfig(Section):
     model: ModelSection
     agent: AgentSection = AgentSection()
     sandbox: SandboxSection = SandboxSection()
+    mcp: McpServers = Field(default_factory=dict)
+    """MCP servers by name, whose tools each unit has beside those of its toolsets. What they offer
+    is identity."""
     endpoint: EndpointSection = EndpointSection()
     providers: dict[str, ProviderSection] = Field(default_factory=dict)
     """User-defined providers, and changed facts of known ones; not identity."""
@@ -436,6 +440,12 @@ class RunConfig(Section):
             raise UserError(
                 "--checkpoint-turns works with datasets: an environment's state cannot be saved. "
                 "Leave it out"
+            )
+        running = [name for name, server in self.mcp.items() if server.in_sandbox]
+        if self.run.checkpoint_turns is not None and running:
+            raise UserError(
+                f"--checkpoint-turns: the server 'mcp.{running[0]}' runs in the sandbox, and a "
+                "running program is in no checkpoint. Set 'where: host', or leave one of them out"
             )
         if self.endpoint.base_url is not None:
             check_address(self.endpoint.base_url, "endpoint.base_url")

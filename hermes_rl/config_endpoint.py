@@ -179,12 +179,17 @@ class ReachSection(Section):
                 raise UserError(f"'headers' holds {name!r}, which cannot be a header's name")
             if any(c in value for c in "\r\n\0"):
                 raise UserError(f"'headers.{name}' holds a line break. Take it out")
-            if variable_of(value) is None and (_SECRET_NAME.search(name) or _KEY_LIKE.match(value)):
+            if variable_of(value) is None and looks_secret(name, value):
                 raise UserError(
                     f"'headers.{name}' may be a secret, and would be stored with the run. Put it "
                     f"into a variable, and write {name}: $NAME"
                 )
         return headers
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether a named value may be a secret."""
+    return bool(_SECRET_NAME.search(name) or _KEY_LIKE.match(value))
 
 
 def variable_of(text: str) -> str | None:

@@ -243,7 +243,18 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             **_sandbox_limits(config.sandbox.limits),
         },
         **_scoring(config),
+        **_mcp(config),
     }
+
+
+def _mcp(config: RunConfig) -> dict[str, Any]:
+    """Digests of the tools of MCP servers, by name; absent without any, as in older runs."""
+    found = {
+        f"mcp_{name}_{tool.name}": tool.identity
+        for name, server in config.mcp.items()
+        for tool in server.offered or ()
+    }
+    return {"mcp": found} if found else {}
 
 
 def _scoring(config: RunConfig) -> dict[str, Any]:

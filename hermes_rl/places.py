@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from hermes_rl.errors import UserError
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSnapshot, SandboxSpec
+from hermes_rl.tools import OpenParts
 from hermes_rl.wiring import BACKENDS, make_backend
 
 
@@ -18,6 +19,7 @@ class Place:
 
     sandbox: Sandbox | None = None
     tool_state: dict[str, Any] = field(default_factory=dict)
+    opened: OpenParts = field(default_factory=OpenParts)
 
 
 class Places:
@@ -71,8 +73,10 @@ class Places:
     async def end(self, task_id: str) -> None:
         """End a task's sandbox and forget its state."""
         place = self._places.pop(task_id, None)
-        if place is not None and place.sandbox is not None:
-            await place.sandbox.aclose()
+        if place is not None:
+            await place.opened.aclose()
+            if place.sandbox is not None:
+                await place.sandbox.aclose()
 
     async def aclose(self) -> None:
         """End all of them."""

@@ -65,7 +65,7 @@ from hermes_rl.sandboxes import (
 )
 from hermes_rl.tasks import Task
 from hermes_rl.text import clean, scrub
-from hermes_rl.tools import DELEGATE_TASK, MEMORY, Approval, Tool
+from hermes_rl.tools import DELEGATE_TASK, MEMORY, Approval, OpenParts, Tool
 from hermes_rl.trajectory import fold
 from hermes_rl.verify import Answer, grade_task
 from hermes_rl.wiring import Draw, RunContext
@@ -312,6 +312,7 @@ class _Attempt:
     def __init__(self, episode: Episode, draw: Draw, control: Control, watched: _Watched) -> None:
         self.episode, self.draw, self.control = episode, draw, control
         self.connections, self.hooks = watched.connections, watched.hooks
+        self._opened = OpenParts()
         self._kept = 0
         """The turn of the latest checkpoint."""
         self._setup: str | None = None
@@ -347,6 +348,7 @@ class _Attempt:
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
+            await asyncio.shield(self._opened.aclose())
             if sandbox is not None:
                 await asyncio.shield(sandbox.aclose())
 
@@ -544,6 +546,7 @@ class _Attempt:
             env=self.episode.tool_state(),
             tool_state=self._first_state(),
             services=self.context.services,
+            opened=self._opened,
             fatal_commands=self.item.fatal_commands,
             approval=self._approval(sandbox) if draw.policy.check_commands else None,
             context=self.context.context_parts(draw.policy, self.log, self.stage.budget),

@@ -83,13 +83,21 @@ from hermes_rl.models.rate import NANO, NO_UNIT, UNIT_TOKENS, UNIT_USD, Budget, 
 from hermes_rl.models.tokens import TokenPlan, with_explicit_filters
 from hermes_rl.models.wire import supported_sampling
 from hermes_rl.ports import Recorder, WorkItem
-from hermes_rl.sandboxes import SandboxBackend, SandboxSpec
+from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
 from hermes_rl.scorers import ScorerProcess
 from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
 from hermes_rl.telemetry import Telemetry, open_telemetry
 from hermes_rl.text import SECRETS, mask
-from hermes_rl.tools import Services, Tool, with_timeout, with_wording
+from hermes_rl.tools import (
+    OpenParts,
+    Services,
+    Tool,
+    mcp_tools,
+    read_offers,
+    with_timeout,
+    with_wording,
+)
 
 _CALLS_AT_ONCE = 8
 _EXPLICIT_KEY = "api_key"
@@ -149,6 +157,8 @@ class RunContext:
     """What tools of the agent itself work with."""
     first_memory: Mapping[str, list[str]] = field(default_factory=dict)
     """What the memory of each unit begins with."""
+    mcp_tools: Mapping[str, Tool] = field(default_factory=dict)
+    """Those of the run's MCP servers, which every unit has."""
     exact: bool = False
     """Calls bring token ids: clients that do so say all of the sampling."""
     _digests: dict[str, str | None] = field(default_factory=dict, repr=False)
@@ -167,7 +177,8 @@ class RunContext:
 
         Raises: UserError for a toolset or distribution unknown here, or a tool of both kinds.
         """
-        return self._draw(item, toolsets_of(self.config, item.task, item.seed), env_tools or {})
+        more = {**self.mcp_tools, **(env_tools or {})}
+        return self._draw(item, toolsets_of(self.config, item.task, item.seed), more)
 
     def no_draw(self, item: WorkItem) -> Draw:
         """The parts recorded for a unit that cannot be run."""
@@ -359,6 +370,9 @@ async def open_run_context(
         stack.push_async_callback(_close_all, scorer_processes)
         held = await asyncio.to_thread(collect_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
+        config = await with_offers(config, held, backend)
+        shared = OpenParts()
+        stack.push_async_callback(shared.aclose)
         targets = resolve_targets_by_model(config)
         plan = tokens or await find_plan(config, keyring)
         together.version = None if plan is None else plan.version
@@ -382,7 +396,39 @@ async def open_run_context(
             scorer_processes=scorer_processes,
             services=services_of(config.agent),
             first_memory=first_memory(config.agent),
+            mcp_tools=mcp_tools(config.mcp, held, shared) if config.mcp else {},
         )
+
+
+async def with_offers(
+    config: RunConfig, keys: Mapping[str, str], backend: SandboxBackend | None = None
+) -> RunConfig:
+    """A configuration with what its MCP servers offer.
+
+    Args:
+        backend: of the run; then servers are asked only if nobody has asked them yet. None asks
+            anew, as a run does when it starts or resumes.
+
+    Raises: UserError; SandboxStartError.
+    """
+    if not config.mcp:
+        return config
+    if backend is not None and all(server.offered is not None for server in config.mcp.values()):
+        return config
+    section, opened = config.sandbox, backend or backend_of(config)
+
+    async def lease() -> Sandbox:
+        if section.image is None and section.backend in _NEED_IMAGES:
+            raise UserError("'mcp': programs in the sandbox need --image, or 'where: host'")
+        spec = SandboxSpec(lease="mcp", image=section.image, network=section.network)
+        return await opened.lease(spec)
+
+    try:
+        servers = await read_offers(config.mcp, keys, lease)
+    finally:
+        if backend is None:
+            await opened.aclose()
+    return config.model_copy(update={"mcp": servers})
 
 
 async def _close_all(processes: Sequence[ScorerProcess]) -> None:

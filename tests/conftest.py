@@ -38,6 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "batch/test_usage.py",
         "batch/test_interrupt.py",
         "batch/test_kills.py",
+        "batch/test_mcp.py",
         "batch/test_pool.py",
         "batch/test_renewed_keys.py",
         "batch/test_budgets.py",

@@ -50,7 +50,7 @@ from hermes_rl.models import Completion, ModelRequest
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox, SandboxSnapshot
 from hermes_rl.text import clean, cut_middle
-from hermes_rl.tools import DELEGATE_TASK, ChildResult, ChildTask
+from hermes_rl.tools import DELEGATE_TASK, ChildResult, ChildTask, OpenParts
 
 AT_ONCE = 3
 """Sub-agents of one run that work at the same time."""
@@ -153,6 +153,7 @@ class Children:
         folder, lock = await asyncio.to_thread(_make_copy_folder)
         try:
             copy = SandboxSnapshot(Path(folder, "copy"))
+            await parent.opened.aclose()  # programs of tools, which would stand in the way
             try:
                 if not await parent.sandbox.snapshot(copy.folder):
                     raise ToolError(
@@ -263,6 +264,7 @@ class Children:
                 control.interrupt()
                 await asyncio.wait({task}, timeout=STOP_S)
                 task.cancel()
+            await asyncio.shield(parts.opened.aclose())
         if control.interrupted and not (task.done() and task.exception() is None):
             raise Stalled(f"no end within {seconds} s (agent.switches.child_timeout_s)")
         return task.result()
@@ -294,6 +296,7 @@ class Children:
             on_delta=None,
             reply=None,
             tool_state={},
+            opened=OpenParts(),
             budget=SharedTurns(run) if shared else None,
             active_s=0.0,
             after_turn=None,

@@ -33,7 +33,7 @@ from hermes_rl.models import (
 )
 from hermes_rl.ports import Recorder
 from hermes_rl.sandboxes import Sandbox
-from hermes_rl.tools import Approval, Delegate, LoopState, Services, Tool, schemas
+from hermes_rl.tools import Approval, Delegate, LoopState, OpenParts, Services, Tool, schemas
 from hermes_rl.usage import Usage
 
 
@@ -182,6 +182,8 @@ class AgentParts:
     """What tools find as `ToolContext.state`."""
     services: Services = field(default_factory=Services)
     """What tools find as `ToolContext.services`."""
+    opened: OpenParts = field(default_factory=OpenParts)
+    """What tools find as `ToolContext.opened`; closed by whoever made it."""
     budget: Budget | None = None
     """Turns that this run shares with others."""
     delegation: MakesChildren | None = None

@@ -121,6 +121,7 @@ class _Turn:
             state=run.parts.tool_state,
             max_timeout_s=run.time_left(MAX_TOOL_S),
             env=run.parts.env,
+            opened=run.parts.opened,
             delegate=delegate,
             services=run.parts.services,
         )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ChildTask,
         Clarify,
         Delegate,
+        OpenParts,
         Services,
         Tool,
         ToolContext,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hermes_rl.tools.functions import function_tool
     from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe
     from hermes_rl.tools.matching import STRATEGIES, find, replace
+    from hermes_rl.tools.mcp import mcp_tools, read_offers
     from hermes_rl.tools.memory_lists import LIMITS, MEMORY, Memory
     from hermes_rl.tools.session_search import SESSION_SEARCH
     from hermes_rl.tools.shell import resolve_paths

@@ -104,6 +104,16 @@ class Services:
     """Asks the user; None where nobody can answer."""
 
 
+class OpenParts(dict[str, Any]):
+    """What tools keep open for a rollout, such as connections, by names that they choose."""
+
+    async def aclose(self) -> None:
+        """Close all of it, the latest first."""
+        while self:
+            _, part = self.popitem()
+            await part.aclose()
+
+
 @dataclass(frozen=True)
 class ToolContext:
     """What a tool may use: given by the agent for each rollout."""
@@ -115,6 +125,8 @@ class ToolContext:
     """What is left of the rollout's active time, at most the tool's own limit."""
     env: dict[str, Any] = field(default_factory=dict)
     """State of the environment's rollout (`hermes_rl.rl.RolloutContext.state`)."""
+    opened: OpenParts = field(default_factory=OpenParts)
+    """What tools opened; closed at the end of the rollout."""
     call_id: str = ""
     """The call that runs, where `delegate` is there."""
     delegate: Delegate | None = None

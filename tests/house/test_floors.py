@@ -24,9 +24,9 @@ from source_tree import (
 # other. Names are those in hermes_rl, or the other import roots.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "errors input_errors messages usage identity config config_agent config_endpoint tasks"
-        " scorers task_folders trajectory ports events record images sources aio lazy locks text"
-        " leaks network telemetry",
+        "errors input_errors messages usage identity config config_agent config_endpoint config_mcp"
+        " tasks scorers task_folders trajectory ports events record images sources aio lazy locks"
+        " text leaks network telemetry",
     ),
     ("sandboxes",),
     ("models", "tools", "sessions"),

@@ -26,6 +26,7 @@ from hermes_rl.config_endpoint import (
     extra_of,
     variable_of,
 )
+from hermes_rl.config_mcp import read_variables
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls import Account, KeyPool, Route
@@ -276,7 +277,8 @@ def _printed(name: str, command: str) -> str:
 
 
 def collect_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return all keys that a run needs, including those of its environment's models, by variable.
+    """Return all keys that a run needs, including those of its environment's models and of MCP
+    servers, by variable.
     Key commands block (`find_keys`).
 
     Raises: UserError if a key is not set, its command fails, or a command is for a key that no
@@ -295,7 +297,7 @@ def collect_keys(config: RunConfig, environ: Mapping[str, str] = os.environ) -> 
             raise UserError(
                 f"'endpoint.key_commands' has {name}, which the run does not use ({known})"
             )
-    return find_keys(places, environ, commands)
+    return {**find_keys(places, environ, commands), **read_variables(config.mcp, environ)}
 
 
 class ModelSource(NamedTuple):
