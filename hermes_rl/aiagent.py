@@ -58,7 +58,7 @@ from hermes_rl.agent import (
     preset as policy_of,
 )
 from hermes_rl.aio import LoopThread, run_sync, to_end
-from hermes_rl.config_mcp import McpSection, read_variables
+from hermes_rl.config_agent import McpSection, read_variables
 from hermes_rl.errors import HermesError, Interrupted, SandboxError, UserError
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id

@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from hermes_rl import __version__
-from hermes_rl.config_agent import AgentSection, ContextConfig
+from hermes_rl.config_agent import AgentSection, ContextConfig, McpServers
 from hermes_rl.config_endpoint import (
     ConnectionSection,
     EndpointSection,
@@ -44,7 +44,6 @@ from hermes_rl.config_endpoint import (
     Section,
     check_address,
 )
-from hermes_rl.config_mcp import McpServers
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import nearest_file, refusal, unknown
 from hermes_rl.network import Network, parse_network

@@ -348,7 +348,8 @@ class _Attempt:
             return result
         finally:
             # A cancelled attempt must still end its sandbox: the shield lets teardown finish.
-            await asyncio.shield(self._opened.aclose())
+            if self._opened:
+                await asyncio.shield(self._opened.aclose())
             if sandbox is not None:
                 await asyncio.shield(sandbox.aclose())
 

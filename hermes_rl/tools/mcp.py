@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hermes_rl.config_mcp import McpServer, McpTool, fill_in
+from hermes_rl.config_agent import McpServer, McpTool, fill_in
 from hermes_rl.errors import SandboxError, ToolError, UserError
 from hermes_rl.sandboxes import Process, Sandbox, SandboxSpec, Subprocess
 from hermes_rl.text import clean, cut_middle, to_json

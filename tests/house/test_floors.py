@@ -24,7 +24,7 @@ from source_tree import (
 # other. Names are those in hermes_rl, or the other import roots.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        "errors input_errors messages usage identity config config_agent config_endpoint config_mcp"
+        "errors input_errors messages usage identity config config_agent config_endpoint"
         " tasks scorers task_folders trajectory ports events record images sources aio lazy locks"
         " text leaks network telemetry",
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hermes_rl.config_mcp import McpSection
+from hermes_rl.config_agent import McpSection
 from hermes_rl.errors import SandboxError, ToolError, UserError
 from hermes_rl.sandboxes import Bubblewrap, Sandbox, SandboxSpec, Subprocess
 from hermes_rl.testing import mcp_server_source

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig
+from hermes_rl.config_agent import read_variables
 from hermes_rl.config_endpoint import (
     EndpointSection,
     ModelPlace,
@@ -26,7 +27,6 @@ from hermes_rl.config_endpoint import (
     extra_of,
     variable_of,
 )
-from hermes_rl.config_mcp import read_variables
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.models.base import ModelClient
 from hermes_rl.models.calls import Account, KeyPool, Route
