@@ -42,9 +42,10 @@ LOCAL_SWITCHES: dict[str, bool | int] = {
     "reask_cut_calls": False,
     "compress_context": False,
     "command_timeout_s": 30,
+    "wording": 2,
 }
 """Cut answers of a tiny model are repetitions, which more tokens would only prolong, and so would
-another context; its long-running commands wait for input or never end (`tail -f`)."""
+another context; the tools of a later wording are too many for it; its long-running commands wait for input or never end (`tail -f`)."""
 
 
 def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:

@@ -146,6 +146,9 @@ class Policy:
     """Seconds that a command of the tool `terminal` has when the model names none."""
     check_commands: bool = False
     """Check commands against patterns of dangerous ones (`tools.approval`)."""
+    process_notices: bool = False
+    """Tell the model, before its next turn, of background processes that ended, where it asked
+    for that."""
     spill_results: bool = False
     """Save a result that is too long to a file of the sandbox and show its beginning, in the place
     of leaving out its middle; of all results of a turn 200,000 characters are shown."""
@@ -238,6 +241,7 @@ _HELPED = Policy(
     loop_warnings=True,
     budget_hints=True,
     check_commands=True,
+    process_notices=True,
     spill_results=True,
     fence_untrusted=True,
 )

@@ -142,6 +142,7 @@ WORDINGS = {
         ),
     ),
 }
+WORDINGS[3] = WORDINGS[2]  # since then tools are described otherwise
 """Version -> its texts."""
 
 LATEST = max(WORDINGS)

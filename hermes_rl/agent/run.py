@@ -33,7 +33,8 @@ from hermes_rl.messages import (
     text_of,
 )
 from hermes_rl.models.prepare import repaired_roles
-from hermes_rl.tools import TODO
+from hermes_rl.text import clean
+from hermes_rl.tools import PROCESSES, TODO, ToolContext, take_ended
 
 
 async def run_agent(
@@ -127,6 +128,11 @@ async def run_turns(run: RunState) -> str:
 
 async def step(run: RunState) -> None:
     """One turn: an answer and the tool calls that it asks for. Raises: Finish."""
+    if run.parts.policy.process_notices and PROCESSES in run.parts.tool_state:
+        place = ToolContext(sandbox=run.parts.sandbox, state=run.parts.tool_state)
+        for text in await take_ended(place):
+            run.add(UserMessage(content=clean(text)), synthetic=True)
+            run.note("process_notices")
     completion = await answer(run)
     message = completion.message
     if completion.finish_reason == REFUSAL:

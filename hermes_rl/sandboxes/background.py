@@ -34,14 +34,14 @@ class BackgroundProcess:
         self._lossless = lossless
         self._code: int | None = None
         self._done = asyncio.Event()
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._printed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.started: asyncio.Future[None] = self._loop.create_future()
         self._output = HeadTail(KEPT)
         control, any_user = shell.paths.control, shell.paths.any_user
         mode = 0o644 if any_user else 0o640
         self._in = make_fifo(control / f"p{number}.in", os.O_RDWR, mode)
         self._pipe = Pipe(control, f"p{number}.out", any_user=any_user)
-        self._loop = asyncio.get_running_loop()
-        self._pump()
 
     def take(self, kind: bytes, value: int) -> None:
         """Take what the supervisor reports: P with the process id, X with the exit code.
@@ -51,6 +51,7 @@ class BackgroundProcess:
         if kind == b"P" and not self.started.done():
             self.pid = value
             self.started.set_result(None)
+            self._resume()  # from here on a writer holds the pipe
         elif kind == b"X" and self.started.done() and self._code is None:
             self._code = value
             self._done.set()
@@ -65,20 +66,36 @@ class BackgroundProcess:
             self.started.cancel()
         self._done.set()
 
-    def _pump(self) -> None:
-        """Take output, at most a chunk per pause, so that nobody can keep the loop busy."""
-        before = self._output.total
-        self._take_output(CHUNK)
-        if self._output.total == before and self._done.is_set():
-            self.close()
-        if self._in >= 0:
-            self._loop.call_later(PAUSE_S, self._pump)
+    def _resume(self) -> None:
+        if self._pipe.fd >= 0:
+            self._loop.add_reader(self._pipe.fd, self._readable)
 
-    def _take_output(self, most: int) -> None:
-        """Take up to `most` bytes; of a lossless process no more than are kept."""
+    def _readable(self) -> None:
+        """Take output when there is some: at most a chunk per pause, so that nobody can keep the
+        loop busy."""
+        before = self._output.total
+        more = self._take_output(CHUNK)
+        if self._output.total > before:
+            self._printed.set()
+        if more is None:  # nobody can write any more
+            self._close_output()
+        elif more or self._full:
+            self._loop.remove_reader(self._pipe.fd)
+            self._loop.call_later(PAUSE_S, self._resume)
+
+    @property
+    def _full(self) -> bool:
+        """Whether a lossless process has to wait until its output is read."""
+        return self._lossless and self._output.total >= KEPT - CHUNK
+
+    def _take_output(self, most: int) -> bool | None:
+        """Take up to `most` bytes; of a lossless process no more than are kept. Returns what
+        `Pipe.read_into` does."""
+        if self._full:
+            return False
         if self._lossless:
             most = min(most, KEPT - CHUNK - self._output.total)
-        self._pipe.read_into(self._output, most)
+        return self._pipe.read_into(self._output, most)
 
     async def poll(self) -> int | None:
         """Exit code, or None while it runs."""
@@ -86,22 +103,45 @@ class BackgroundProcess:
             self.lost()
         return self._code
 
+    async def wait(self, timeout_s: float, *, output: bool = False) -> int | None:
+        """See `base.Process.wait`."""
+        events = [self._done, self._shell.lost, *([self._printed] if output else [])]
+        if not any(event.is_set() for event in events):
+            tasks = [asyncio.ensure_future(event.wait()) for event in events]
+            try:
+                await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return await self.poll()
+
     async def write(self, data: bytes) -> None:
-        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        """Write to its stdin. Raises: BrokenPipeError when it has ended, or its input was
+        closed."""
         view = memoryview(data)
         while view:
-            if await self.poll() is not None or self._in < 0:
+            if await self.poll() is not None:
                 raise BrokenPipeError("the process has ended")
+            if self._in < 0:
+                raise BrokenPipeError("its input was closed")
             try:
                 view = view[os.write(self._in, view) :]
             except BlockingIOError:
                 await asyncio.sleep(PAUSE_S)
 
+    async def close_input(self) -> None:
+        """End its stdin: it reads what was written, then the end."""
+        if self._in >= 0:
+            os.close(self._in)
+            self._in = -1
+
     async def read(self) -> bytes:
         """Output since the last read."""
         self._take_output(16 * CHUNK)
         output, self._output = self._output, HeadTail(KEPT)
-        return b"".join(output.parts())
+        self._printed.clear()
+        mark = f"\n[... {output.dropped} bytes omitted ...]\n".encode() if output.dropped else b""
+        return mark.join(output.parts())
 
     async def kill(self) -> None:
         """End its whole process tree."""
@@ -113,9 +153,14 @@ class BackgroundProcess:
             except TimeoutError:  # the agent ended what would have reported it
                 self.lost()
 
+    def _close_output(self) -> None:
+        if self._pipe.fd >= 0:
+            self._loop.remove_reader(self._pipe.fd)
+            self._pipe.close()
+
     def close(self) -> None:
         """Close and remove its pipes."""
-        self._pipe.close()
+        self._close_output()
         if self._in >= 0:
             os.close(self._in)
             self._in = -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from hermes_rl.network import Network
 
@@ -168,12 +168,26 @@ class Process(Protocol):
         """Exit code, or None while it runs."""
         ...
 
+    async def wait(self, timeout_s: float, *, output: bool = False) -> int | None:
+        """Wait until it ends, at most so many seconds. Returns the exit code, or None.
+
+        Args:
+            output: return also when there is output to read.
+        """
+        ...
+
     async def write(self, data: bytes) -> None:
-        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        """Write to its stdin. Raises: BrokenPipeError when it has ended, or its input was
+        closed."""
+        ...
+
+    async def close_input(self) -> None:
+        """End its stdin: it reads what was written, then the end."""
         ...
 
     async def read(self) -> bytes:
-        """Output since the last read (bounded)."""
+        """Output since the last read: of more than 200,000 bytes the beginning and the end, with a
+        mark between them."""
         ...
 
     async def kill(self) -> None:
@@ -195,6 +209,8 @@ class Sandbox(Protocol):
     info: SandboxInfo
     scratch: str
     """A folder outside of the workspace, which is not graded: commands see and may change it."""
+    attached: dict[str, Any]
+    """What its user keeps with it, such as handles of its processes; never saved."""
 
     async def run(
         self,

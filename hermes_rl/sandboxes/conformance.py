@@ -302,6 +302,41 @@ async def runs_background_processes(backend: SandboxBackend) -> None:
         await fails(short.write(b"late"), BrokenPipeError)
 
 
+async def waits_for_background_processes(backend: SandboxBackend) -> None:
+    """Wait for output and for the end; the end of input; a flood is bounded; one that is left
+    alone costs nothing and keeps nothing alive."""
+    async with leased_sandbox(backend) as sandbox:
+        upper = await sandbox.start_process("echo ready; tr a-z A-Z; echo end; exit 3")
+        assert await upper.wait(TIMEOUT_S, output=True) is None
+        assert await printed_by(upper, 6) == b"ready\n"
+        assert await upper.wait(0.01) is None, "it waits for input"
+        await upper.write(b"some text\n")
+        await upper.close_input()
+        assert await upper.wait(TIMEOUT_S) == 3
+        assert await upper.read() == b"SOME TEXT\nend\n"
+        await fails(upper.write(b"late"), BrokenPipeError)
+        early = await sandbox.start_process("wc -c")
+        await early.close_input()
+        assert await early.wait(TIMEOUT_S) == 0
+        assert (await early.read()).strip() == b"0"
+        flood = await sandbox.start_process(
+            "yes 0123456789 | head -c 1000000; echo last; sleep 900"
+        )
+        await flood.wait(TIMEOUT_S, output=True)
+        async with asyncio.timeout(TIMEOUT_S):
+            kept = b""
+            while not kept.endswith(b"last\n"):
+                await asyncio.sleep(0.1)
+                piece = await flood.read()
+                assert len(piece) < 250_000
+                kept += piece
+        assert kept.startswith(b"0123456789\n")
+        server = await sandbox.start_process("(sleep 900; echo never) & echo parent")
+        assert await server.wait(TIMEOUT_S) == 0
+        assert await server.read() == b"parent\n"
+        await expect(sandbox, "echo still", "still\n")
+
+
 KILL_SHELL = "read -r _ _ _ shell _ </proc/$BASHPID/stat; kill -9 $shell"
 """A command that kills the shell of its session."""
 
@@ -562,7 +597,8 @@ CHECKS: tuple[Check, ...] = (
     *(survives_a_flood, separates_background_output, ends_what_takes_too_long),
     *(many_timeouts_leave_nothing, cancelled_commands_end, many_cancels_leave_nothing),
     *(timeouts_spare_background_processes, waits_for_stopped_commands),
-    *(takes_a_directory_per_command, runs_background_processes, names_the_culprit),
+    *(takes_a_directory_per_command, runs_background_processes, waits_for_background_processes),
+    names_the_culprit,
     *(ends_when_closed, keeps_neighbours_apart, moves_bytes, says_what_is_wrong_with_a_path),
     *(bounds_what_it_reads, moves_large_files, grades_what_was_left, reports_and_times_out),
     *(grades_after_a_kill, keeps_whatever_was_left, nothing_runs_during_grading),

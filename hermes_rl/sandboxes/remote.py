@@ -418,17 +418,31 @@ class RemoteProcess:
         self.pid = pid
         self._sandbox, self.number = sandbox, number
 
-    async def _call(self, verb: str, data: bytes = b"") -> tuple[Header, bytes]:
-        return await self._sandbox.call("process", {"process": self.number, "verb": verb}, data)
+    async def _call(
+        self, verb: str, data: bytes = b"", **args: float | bool
+    ) -> tuple[Header, bytes]:
+        header = {"process": self.number, "verb": verb, **args}
+        return await self._sandbox.call("process", header, data)
 
     async def poll(self) -> int | None:
         """Exit code, or None while it runs."""
         found: int | None = (await self._call("poll"))[0]["code"]
         return found
 
+    async def wait(self, timeout_s: float, *, output: bool = False) -> int | None:
+        """See `base.Process.wait`."""
+        found, _ = await self._call("wait", timeout_s=timeout_s, output=output)
+        code: int | None = found["code"]
+        return code
+
     async def write(self, data: bytes) -> None:
-        """Write to its stdin. Raises: BrokenPipeError when it has ended."""
+        """Write to its stdin. Raises: BrokenPipeError when it has ended, or its input was
+        closed."""
         await self._call("write", data)
+
+    async def close_input(self) -> None:
+        """End its stdin."""
+        await self._call("close")
 
     async def read(self) -> bytes:
         """Output since the last read."""
@@ -448,6 +462,7 @@ class RemoteSandbox:
         self.info = info
         self.workspace = folders["workspace"]
         self.scratch = folders["scratch"]
+        self.attached: dict[str, Any] = {}
         self._link, self.number = link, number
         self._closing: asyncio.Future[None] | None = None
         self.on_close: Callable[[], Awaitable[None]] | None = None

@@ -262,8 +262,13 @@ class Helper:
         match args["verb"]:
             case "poll":
                 return {"code": await process.poll()}
+            case "wait":
+                code = await process.wait(args["timeout_s"], output=args["output"])
+                return {"code": code}
             case "write":
                 await process.write(payload.data)
+            case "close":
+                await process.close_input()
             case "read":
                 return {}, await process.read()
             case "kill":

@@ -189,6 +189,7 @@ class ShellSandbox(ABC):
     def __init__(self, info: SandboxInfo, tree: Tree, shell: Shell, workspace: str) -> None:
         self.info = info
         self.workspace = workspace
+        self.attached: dict[str, Any] = {}
         self._tree = tree
         self._shell = shell
         self._background: Background | None = None
@@ -480,6 +481,7 @@ class SandboxSession:
 
     def __init__(self, sandbox: ShellSandbox, session: ShellSession) -> None:
         self._sandbox, self._session = sandbox, session
+        self.attached: dict[str, Any] = {}
 
     async def run(self, command: str, **options: Any) -> CommandResult:
         """See `base.Sandbox.run`."""

@@ -71,13 +71,16 @@ while IFS=' ' read -r _hx_k _hx_n _hx_in _hx_src _hx_out <&3; do
   b) # a background process: its end is told by a subshell that holds the control channel
     (
       set -m
+      # Both pipes are open before its start is reported: from there on the host may close their ends.
+      exec <"$_hx_c/p$_hx_n.in" >"$_hx_c/p$_hx_n.out" 2>&1
       (
         set +m
         trap - HUP INT QUIT TERM USR1 USR2
         [[ $_hx_src = - ]] || { unset $_hx_names; . "$_hx_src"; }
         . "$_hx_c/p$_hx_n.cmd"
-      ) <"$_hx_c/p$_hx_n.in" >"$_hx_c/p$_hx_n.out" 2>&1 3<&- 4>&- &
+      ) <&0 3<&- 4>&- &
       printf 'P %s %s\n' "$_hx_n" $! >&4
+      exec </dev/null >/dev/null 2>&1
       wait $!
       _hx_rc=$?
 @STOPPED@

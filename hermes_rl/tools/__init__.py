@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hermes_rl.tools.matching import STRATEGIES, find, replace
     from hermes_rl.tools.mcp import mcp_tools, read_offers
     from hermes_rl.tools.memory_lists import LIMITS, MEMORY, Memory
+    from hermes_rl.tools.process import MAX_PROCESSES, PROCESSES, take_ended
     from hermes_rl.tools.session_search import SESSION_SEARCH
     from hermes_rl.tools.shell import resolve_paths
     from hermes_rl.tools.skill_folders import BUNDLED_SKILLS, SKILLS, Skills, open_skills

@@ -208,15 +208,15 @@ def _schemas() -> dict[str, dict[str, dict[str, Any]]]:
 def schema(name: str, wording: int | None = None) -> dict[str, Any]:
     """Return the description and the parameters of a tool of this package, as `tool` takes them.
 
-    They are texts that models read, and part of a run's identity: schemas.json keeps every wording.
-    A tool that is newer than a wording has the latest.
+    They are texts that models read, and part of a run's identity: schemas.json keeps every wording,
+    of which each has the tools that it changed. A tool that is newer than a wording has its first.
 
     Args:
         wording: a key of schemas.json; None is the latest.
     """
-    wordings = _schemas()
-    latest = wordings[max(wordings, key=int)]
-    return (latest if wording is None else wordings[str(wording)]).get(name) or latest[name]
+    wordings = sorted((int(key), texts) for key, texts in _schemas().items())
+    known = [texts[name] for key, texts in wordings if key <= (wording or key) and name in texts]
+    return known[-1] if known else next(texts[name] for _, texts in wordings if name in texts)
 
 
 def tool(

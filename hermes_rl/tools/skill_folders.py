@@ -37,7 +37,7 @@ MAX_FILE_BYTES = 2**20
 MAIN = "SKILL.md"
 _NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _MAX_NAME, _MAX_DESCRIPTION = 64, 1024
-_HEAD = re.compile(r"\A---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_HEAD = re.compile(r"^---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
 
 Files = dict[str, bytes]
 """Path in the skill -> content."""

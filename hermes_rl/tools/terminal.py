@@ -11,6 +11,7 @@ from hermes_rl.errors import ToolError
 from hermes_rl.sandboxes import CommandResult
 from hermes_rl.text import cut_middle, json_result, strip_ansi
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult, schema, tool
+from hermes_rl.tools.process import start
 
 DEFAULT_TIMEOUT_S = 180
 MAX_TIMEOUT_S = 600
@@ -26,7 +27,12 @@ MAX_RESULT_CHARS = 60_000
     command_argument="command",
 )
 async def terminal(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
-    """Run `command` in the foreground; ok when it exits with 0."""
+    """Run `command`; in the foreground, ok when it exits with 0."""
+    pty, notify = args.get("pty", False), args.get("notify_on_complete", False)
+    if args.get("background", False):
+        return await start(ctx, args["command"], cwd=args.get("workdir"), pty=pty, notify=notify)
+    if pty or notify:
+        raise ToolError("pty and notify_on_complete need background: true")
     timeout = args.get("timeout", DEFAULT_TIMEOUT_S)
     if not 0 < timeout <= MAX_TIMEOUT_S:
         raise ToolError(f"timeout must be above 0 and at most {MAX_TIMEOUT_S} s")

@@ -24,6 +24,7 @@ from hermes_rl.tools.clarify import clarify
 from hermes_rl.tools.delegate_task import delegate_task
 from hermes_rl.tools.memory import memory
 from hermes_rl.tools.patch import patch
+from hermes_rl.tools.process import process
 from hermes_rl.tools.read_file import read_file
 from hermes_rl.tools.search_files import search_files
 from hermes_rl.tools.session_search import session_search
@@ -35,8 +36,9 @@ from hermes_rl.tools.write_file import write_file
 TOOLS: dict[str, Tool] = {
     tool.name: tool
     for tool in (
-        *(terminal, read_file, write_file, patch, search_files, delegate_task, todo),
-        *(memory, session_search, clarify, skills_list, skill_view, skill_manage),
+        *(terminal, process, read_file, write_file, patch, search_files),
+        *(delegate_task, todo, memory, session_search, clarify),
+        *(skills_list, skill_view, skill_manage),
     )
 } | BROWSER_TOOLS
 """Name -> tool, in the order in which models see them."""
@@ -53,7 +55,7 @@ class Toolset:
 
 
 TOOLSETS: dict[str, Toolset] = {
-    "terminal": Toolset("Run commands in a shell session.", ("terminal",)),
+    "terminal": Toolset("Run commands in a shell session.", ("terminal", "process")),
     "file": Toolset(
         "Read, write, change and search files.",
         ("read_file", "write_file", "patch", "search_files"),
@@ -76,6 +78,8 @@ TOOLSETS: dict[str, Toolset] = {
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")
+_JOINED = {"process": 3}
+"""Tool that joined a toolset which runs had -> the wording since when."""
 
 Distribution = Mapping[str, float]
 """Toolset -> the percentage of units that have it."""
@@ -241,8 +245,13 @@ def resolve(toolsets: Iterable[str]) -> dict[str, Tool]:
 
 
 def with_wording(tools: Mapping[str, Tool], wording: int) -> dict[str, Tool]:
-    """Return the tools with the descriptions of that wording (see `agent.prompt.WORDINGS`)."""
-    return {name: replace(tool, **schema(name, wording)) for name, tool in tools.items()}
+    """Return the tools with the descriptions of that wording (see `agent.prompt.WORDINGS`), less
+    those that their toolset did not have then."""
+    return {
+        name: replace(tool, **schema(name, wording))
+        for name, tool in tools.items()
+        if wording >= _JOINED.get(name, 1)
+    }
 
 
 def schemas(tools: Iterable[Tool]) -> tuple[dict[str, Any], ...]:

@@ -84,7 +84,7 @@ async def test_a_blank_name_gets_a_short_error(rig: Any, policy: Any) -> None:
     ran = await rig.play(mixed, "done", policy=policy)
     blank, unknown, good = (e.message.content for e in ran.results())
     assert blank == '{"error":"The tool call has no name."}'
-    assert "Available tools: terminal, read_file" in unknown
+    assert "Available tools: terminal, process" in unknown
     assert json.loads(good)["output"] == "1\n"
     assert [e.tool_ok for e in ran.results()] == [False, False, True]
 

@@ -90,7 +90,7 @@ async def test_a_resumed_run_keeps_its_texts(stage: Open) -> None:
     row = await opened.attempt({"prompt": script("done")})
     assert "Long output loses its middle." in row.tools
     assert "Default 180, at most 600." in row.tools
-    with pytest.raises(UserError, match=r"agent\.switches\.wording must be from 1 to 2, not 9"):
+    with pytest.raises(UserError, match=r"agent\.switches\.wording must be from 1 to 3, not 9"):
         identity_of(config(switches={"wording": 9}))
 
 
