@@ -45,7 +45,8 @@ LOCAL_SWITCHES: dict[str, bool | int] = {
     "wording": 2,
 }
 """Cut answers of a tiny model are repetitions, which more tokens would only prolong, and so would
-another context; the tools of a later wording are too many for it; its long-running commands wait for input or never end (`tail -f`)."""
+another context; its long-running commands wait for input or never end (`tail -f`); the tool
+`process`, which `terminal` has since wording 3, is more than it can use."""
 
 
 def toolsets_of(config: RunConfig, task: Task | None, seed: int) -> tuple[str, ...]:
