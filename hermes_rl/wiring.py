@@ -355,8 +355,7 @@ async def open_run_context(
         state_dir: where sandboxes keep their folders; None is the backend's default.
         keys: API keys by variable, where they were sent here rather than set here.
         share: limiters and rests that are shared with other workers; None shares with nobody.
-        tokens: how token ids are had, as it was found at the run's start; None finds it here, where
-            they are wanted.
+        tokens: how token ids are had; None finds it here, where they are wanted.
 
     Raises: UserError when the model or a key cannot be had.
     """
@@ -371,8 +370,7 @@ async def open_run_context(
         held = await asyncio.to_thread(collect_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
         config = await with_offers(config, held, backend)
-        shared = OpenParts()
-        stack.push_async_callback(shared.aclose)
+        stack.push_async_callback((shared := OpenParts()).aclose)
         targets = resolve_targets_by_model(config)
         plan = tokens or await find_plan(config, keyring)
         together.version = None if plan is None else plan.version
