@@ -404,8 +404,8 @@ async def with_offers(
     """A configuration with what its MCP servers offer.
 
     Args:
-        backend: of the run; then servers are asked only if nobody has asked them yet. None asks
-            anew, as a run does when it starts or resumes.
+        backend: of the run, which asks servers that have no offer yet; None asks all of them again,
+            as a run does when it starts or resumes.
 
     Raises: UserError; SandboxStartError.
     """

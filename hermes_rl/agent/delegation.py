@@ -153,7 +153,7 @@ class Children:
         folder, lock = await asyncio.to_thread(_make_copy_folder)
         try:
             copy = SandboxSnapshot(Path(folder, "copy"))
-            await parent.opened.aclose()  # programs of tools, which would stand in the way
+            await parent.opened.aclose()  # programs of tools would block the copy
             try:
                 if not await parent.sandbox.snapshot(copy.folder):
                     raise ToolError(

@@ -3,7 +3,7 @@ and output: `python3 -c SOURCE [MODE]`, so that it also runs in a sandbox.
 
 Tools: `echo`, `count` (calls so far), `environment`, and one for each thing that can go wrong:
 `hang`, `die`, `flood` (a line without an end), `chatter` (notifications without an end), `noise`
-(lines that are no messages before the answer), `big` (a text of SIZE characters), `image`,
+(lines before the answer), `big` (a text of SIZE characters), `image`,
 `wrong` (an answer of another form), `structured` (not what its schema says), `ask` (a request to
 the client, whose error it returns), `fail`.
 
@@ -89,7 +89,7 @@ def _misbehave(name: str) -> None:
 def main() -> None:
     """Serve until standard input ends."""
     mode, _, value = (sys.argv[1] if len(sys.argv) > 1 else "").partition(":")
-    calls, asked = 0, None
+    calls, request = 0, None
     if mode == "late":
         time.sleep(float(value))
     for line in sys.stdin:
@@ -97,9 +97,9 @@ def main() -> None:
         method, number = message.get("method"), message.get("id")
         if mode == "silent" or number is None:
             continue
-        if method is None and asked is not None:
+        if method is None and request is not None:
             text = json.dumps(message.get("error") or message)
-            _send({"id": asked, "result": {"content": [{"type": "text", "text": text}]}})
+            _send({"id": request, "result": {"content": [{"type": "text", "text": text}]}})
         elif method == "initialize":
             about = {"name": "bad", "version": "1"}
             version = message["params"]["protocolVersion"]
@@ -111,7 +111,7 @@ def main() -> None:
             name, calls = message["params"]["name"], calls + 1
             _misbehave(name)
             if name == "ask":
-                asked = number
+                request = number
                 params = {"messages": [], "maxTokens": 9}
                 _send({"id": "s1", "method": "sampling/createMessage", "params": params})
             else:

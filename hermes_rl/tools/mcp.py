@@ -290,7 +290,7 @@ class _Server:
 
     async def _linked(self, sandbox: Sandbox | None, seconds: float) -> _Link:
         """The connection, opened where there is none. Raises: ToolError; SandboxError."""
-        import mcp.client  # noqa: F401  # takes a second, which is none of the server's
+        import mcp.client  # noqa: F401  # takes a second, outside the server's time
         from pydantic import ValidationError
 
         async with self._opening:
@@ -551,8 +551,8 @@ async def _program(
     import anyio
 
     log = f"{sandbox.scratch}/mcp-{name}.log"
-    words = [f"{k}={fill_in(v, variables)}" for k, v in section.env.items()]
-    program = shlex.join(["env", *words, section.command or "", *section.args])
+    variables_set = [f"{k}={fill_in(v, variables)}" for k, v in section.env.items()]
+    program = shlex.join(["env", *variables_set, section.command or "", *section.args])
     errors = f"2> >(head -c {MAX_LOG_BYTES} >{shlex.quote(log)}; cat >/dev/null)"
     process = await sandbox.start_process(
         f"exec {program} {errors}", cwd=section.cwd, lossless=True

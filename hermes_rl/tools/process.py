@@ -117,7 +117,7 @@ async def take_ended(ctx: ToolContext) -> list[str]:
     records = ctx.state.get(PROCESSES)
     if not records or ctx.sandbox is None:
         return []
-    told, live = [], _of_sandbox(ctx)
+    notices, live = [], _of_sandbox(ctx)
     for name, record in records.items():
         if record["notify"] and (found := live.get(name)):
             await found.update(record)
@@ -125,8 +125,8 @@ async def take_ended(ctx: ToolContext) -> list[str]:
                 record["notify"] = False
                 last = record["last"].strip()
                 output = f" The end of its output:\n{last}" if last else " It printed nothing."
-                told.append(f"[Background process {name} ended with exit code {code}.{output}]")
-    return told
+                notices.append(f"[Background process {name} ended with exit code {code}.{output}]")
+    return notices
 
 
 @tool(

@@ -51,7 +51,7 @@ def results(row: dict[str, Any]) -> list[Any]:
     return [m["content"] for m in messages if m["role"] == "tool"]
 
 
-async def test_each_unit_has_its_own_server_in_its_sandbox(
+async def test_each_unit_has_a_server_in_its_sandbox(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", CANARY)
@@ -118,8 +118,8 @@ class Counting(Environment[EnvConfig]):
 async def test_an_environment_has_them_too(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "counting.py").write_text(f"PROMPT = {PROMPT!r}\n{ENVIRONMENT}")
     env = {"name": f"{tmp_path / 'counting.py'}:Counting"}
-    given = config(tmp_path, server, bad(), env=env, dataset={"limit": 1})
-    report = await arun_batch(given, progress=Silent())
+    wanted = config(tmp_path, server, bad(), env=env, dataset={"limit": 1})
+    report = await arun_batch(wanted, progress=Silent())
     assert report.done == 4
     for row in kit.final_rows(tmp_path / "run").values():
         assert (row["reward"], results(row)[0]) == (1.0, "1")

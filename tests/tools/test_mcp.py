@@ -172,16 +172,16 @@ async def test_programs_on_the_host(place: Place, monkeypatch: pytest.MonkeyPatc
     """They have the variables that are named, and nothing else of this process."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-0123456789")
     on_host = program(where="host", env={"TOKEN": "t-${MCP_TEST}"})
-    await place.connect({"MCP_TEST": "named"}, own=on_host, all={**on_host, "shared": True})
-    held = json.loads(await place("mcp_own_environment"))
+    await place.connect({"MCP_TEST": "named"}, one=on_host, all={**on_host, "shared": True})
+    held = json.loads(await place("mcp_one_environment"))
     assert held["TOKEN"] == "t-named"
     assert "canary" not in json.dumps(held)
-    assert not place.tools["mcp_own_echo"].needs_sandbox
+    assert not place.tools["mcp_one_echo"].needs_sandbox
     other = ToolContext(sandbox=None)
     for expected, context in ((1, place.context), (2, other)):
         result = await place.tools["mcp_all_count"].handler(context, {})
         assert int(result.text) == expected  # one for all rollouts
-    result = await place.tools["mcp_own_count"].handler(other, {})
+    result = await place.tools["mcp_one_count"].handler(other, {})
     assert result.text == "1"
     await other.opened.aclose()
 

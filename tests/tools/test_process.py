@@ -118,7 +118,7 @@ async def test_waiting_ends_in_time_and_says_that_it_runs(bench: Any) -> None:
         ({"action": "stop", "session_id": "proc_1"}, "must be one of"),
     ],
 )
-async def test_mistakes_are_said_in_one_line(
+async def test_mistakes_are_one_line_each(
     bench: Any, arguments: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ToolError, match=reason):
@@ -151,14 +151,14 @@ async def test_a_process_of_another_sandbox_is_lost(bench: Any) -> None:
     assert (await act(bench, "poll", ended))["exit_code"] == 0
 
 
-async def test_only_ends_that_were_asked_for_are_told_once(bench: Any) -> None:
+async def test_requested_notices_come_once(bench: Any) -> None:
     name = await begin(bench, "echo all good; exit 2", notify_on_complete=True)
     other = await begin(bench, "true")
     running = await begin(bench, "sleep 900", notify_on_complete=True)
     for ended in (name, other):
         await bench.sandbox.attached["processes"][ended].process.wait(60)
-    told = await take_ended(bench.context)
-    assert told == [
+    notices = await take_ended(bench.context)
+    assert notices == [
         f"[Background process {name} ended with exit code 2. The end of its output:\nall good]"
     ]
     assert await take_ended(bench.context) == []
