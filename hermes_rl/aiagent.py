@@ -58,7 +58,6 @@ from hermes_rl.agent import (
     preset as policy_of,
 )
 from hermes_rl.aio import LoopThread, run_sync, to_end
-from hermes_rl.config_agent import McpSection, read_variables
 from hermes_rl.errors import HermesError, Interrupted, SandboxError, UserError
 from hermes_rl.events import EventLog
 from hermes_rl.identity import digest, unit_id
@@ -71,20 +70,13 @@ from hermes_rl.messages import (
     with_unique_ids,
 )
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
-from hermes_rl.places import Place, Places
+from hermes_rl.places import Place, Places, Servers
 from hermes_rl.ports import Recorder
 from hermes_rl.sessions import Session, SessionStore
 from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
-from hermes_rl.tools import (
-    DELEGATE_TASK,
-    OpenParts,
-    Tool,
-    default_approval,
-    mcp_tools,
-    read_offers,
-)
+from hermes_rl.tools import DELEGATE_TASK, Tool, default_approval
 from hermes_rl.wiring import Link, context_parts, open_link
 
 FIRST_ANSWER_S = 5.0
@@ -193,10 +185,7 @@ class AIAgent:
         self._link: Link | None = None
         self._opened = AsyncExitStack()
         self._places = Places(sandbox)
-        servers: Any = {"mcp": mcp or {}}
-        self._mcp = McpSection(**servers).mcp
-        """Servers that were not asked for their tools yet."""
-        self._shared = OpenParts()
+        self._servers = Servers(mcp or {})
         self._task_id = uuid.uuid4().hex
         self._rows: list[list[ev.Event]] = []
         """Events of the runs of the last message."""
@@ -433,7 +422,8 @@ class AIAgent:
             reset: another conversation takes the place of the agent's.
         """
         link = await self._connect()
-        await self._join_mcp()
+        if more := await self._servers.take_tools(self._places.lease):
+            self._settings = replace(self._settings, tools={**self._settings.tools, **more})
         sandboxed = any(tool.needs_sandbox for tool in self._settings.tools.values())
         place, seconds = await self._places.of(task_id, sandboxed=sandboxed)
         keep_todos(place.tool_state, self._settings.tools, prompt if self._was_read else None)
@@ -640,15 +630,6 @@ class AIAgent:
         turn_id = f"{self._task_id}-{self._runs}"
         return RunHooks(self._table, {**about, "task_id": task_id, "turn_id": turn_id})
 
-    async def _join_mcp(self) -> None:
-        """Join the tools of MCP servers to the others, once. Raises: UserError."""
-        if self._mcp:
-            variables = read_variables(self._mcp)
-            found = await read_offers(self._mcp, variables, self._places.lease)
-            more = mcp_tools(found, variables, self._shared)
-            self._settings = replace(self._settings, tools={**self._settings.tools, **more})
-            self._mcp = {}
-
     async def _begin_session(self, link: Link, *, reset: bool) -> None:
         """Call the hook of the first run since the agent was made or closed, or of a conversation
         that another one replaces."""
@@ -674,7 +655,7 @@ class AIAgent:
         opened, self._opened = self._opened, AsyncExitStack()
         link, self._link = self._link, None
         ended, self._ended = self._ended, None
-        opened.push_async_callback(self._shared.aclose)
+        opened.push_async_callback(self._servers.shared.aclose)
         opened.push_async_callback(self._places.aclose)
         async with opened:
             if link is None or ended is None:
@@ -714,11 +695,6 @@ class AIAgent:
         )
         log = EventLog(listener=self._listen)
         log.record(begun)
-        if place.sandbox is not None:
-            info = place.sandbox.info
-            log.record(
-                ev.SandboxLeased(
-                    backend=info.backend, image=info.image, limits=info.limits, seconds=seconds
-                )
-            )
+        if (leased := place.leased(seconds)) is not None:
+            log.record(leased)
         return log

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from hermes_rl.config_agent import McpSection, read_variables
 from hermes_rl.errors import UserError
+from hermes_rl.events import SandboxLeased
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSnapshot, SandboxSpec
-from hermes_rl.tools import OpenParts
+from hermes_rl.tools import OpenParts, Tool, mcp_tools, read_offers
 from hermes_rl.wiring import BACKENDS, make_backend
 
 
@@ -20,6 +23,45 @@ class Place:
     sandbox: Sandbox | None = None
     tool_state: dict[str, Any] = field(default_factory=dict)
     opened: OpenParts = field(default_factory=OpenParts)
+
+    def leased(self, seconds: float) -> SandboxLeased | None:
+        """The event of its sandbox; None without one.
+
+        Args:
+            seconds: that its start took.
+        """
+        if self.sandbox is None:
+            return None
+        info = self.sandbox.info
+        return SandboxLeased(
+            backend=info.backend, image=info.image, limits=info.limits, seconds=seconds
+        )
+
+
+class Servers:
+    """The MCP servers of an agent.
+
+    Args:
+        mcp: as the section `mcp` of a configuration. Raises: UserError.
+    """
+
+    def __init__(self, mcp: Mapping[str, Any]) -> None:
+        section: Any = {"mcp": mcp}
+        self._new = McpSection(**section).mcp
+        self.shared = OpenParts()
+        """Connections; closed by the agent."""
+
+    async def take_tools(self, lease: Callable[[], Awaitable[Sandbox]]) -> dict[str, Tool]:
+        """Their tools at the first call, nothing later.
+
+        Raises: UserError; SandboxStartError.
+        """
+        if not self._new:
+            return {}
+        variables = read_variables(self._new)
+        found = await read_offers(self._new, variables, lease)
+        self._new = {}
+        return mcp_tools(found, variables, self.shared)
 
 
 class Places:
