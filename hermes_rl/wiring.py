@@ -349,8 +349,7 @@ async def open_run_context(
     """Open what this process needs, and close it all at the end.
 
     Args:
-        run_id: of the run; stands in the lease of every sandbox.
-        concurrency: rollouts in flight in this process.
+        run_id: of the run, for the leases of sandboxes. concurrency: rollouts in this process.
         config_hash: as the driver found it; None computes it here.
         state_dir: where sandboxes keep their folders; None is the backend's default.
         keys: API keys by variable, where they were sent here rather than set here.
