@@ -268,8 +268,8 @@ def test_limits_and_bad_names(make: Make) -> None:
     with make(limits=Limits(max_turns=1), preset="rl") as agent:
         result = agent.run_conversation(say({"run": "true"}, "never"))
         assert result["end_reason"] == "max_turns"
-    with pytest.raises(UserError, match=r"unknown toolset 'web' \(known: terminal, file"):
-        make(toolsets=["web"])
+    with pytest.raises(UserError, match=r"unknown toolset 'smell' \(known: terminal, file"):
+        make(toolsets=["smell"])
     with pytest.raises(UserError, match=r"unknown preset 'fast' \(known: interactive"):
         make(preset="fast")
 
