@@ -341,6 +341,20 @@ KILL_SHELL = "read -r _ _ _ shell _ </proc/$BASHPID/stat; kill -9 $shell"
 """A command that kills the shell of its session."""
 
 
+async def keeps_all_output_of_a_lossless_process(backend: SandboxBackend) -> None:
+    """It waits while its output is not read, and every byte arrives."""
+    async with leased_sandbox(backend) as sandbox, asyncio.timeout(TIMEOUT_S):
+        process = await sandbox.start_process(
+            "head -c 1000000 /dev/zero | tr '\\0' x; echo end", lossless=True
+        )
+        await asyncio.sleep(0.5)
+        output = b""
+        while not output.endswith(b"end\n"):
+            output += await process.read()
+            await asyncio.sleep(0.01)
+        assert output == b"x" * 1_000_000 + b"end\n", len(output)
+
+
 async def names_the_culprit(backend: SandboxBackend) -> None:
     """A shell that its own commands kill is the agent's deed, and stays dead."""
     async with leased_sandbox(backend) as sandbox:
@@ -599,6 +613,7 @@ CHECKS: tuple[Check, ...] = (
     *(timeouts_spare_background_processes, waits_for_stopped_commands),
     *(takes_a_directory_per_command, runs_background_processes, waits_for_background_processes),
     names_the_culprit,
+    keeps_all_output_of_a_lossless_process,
     *(ends_when_closed, keeps_neighbours_apart, moves_bytes, says_what_is_wrong_with_a_path),
     *(bounds_what_it_reads, moves_large_files, grades_what_was_left, reports_and_times_out),
     *(grades_after_a_kill, keeps_whatever_was_left, nothing_runs_during_grading),
