@@ -22,7 +22,7 @@ PAGE = (
 )
 SERVE = "python3 -m http.server 8000 --directory site >/dev/null 2>&1 & "
 READY = "until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.05; done"
-LATER = {"process", "execute_code", "web_search", "web_extract", "vision_analyze"}
+LATER = {"execute_code", "web_search", "web_extract", "vision_analyze"}
 """Tools that are yet to be added, here too."""
 FORMATS = ("openai", "trl", "axolotl", "sharegpt", "atif")
 
@@ -47,7 +47,7 @@ TURNS = [
     [call("write_file", path="site/index.html", content=PAGE)],
     [call("search_files", pattern="Pay"), call("read_file", path="site/index.html")],
     [call("patch", path="site/index.html", old_string="Pay<", new_string="Pay now<")],
-    [call("terminal", command=SERVE + READY)],
+    [call("terminal", command=SERVE + READY), call("process", action="list")],
     [call("browser_navigate", url="http://127.0.0.1:8000/")],
     [call("browser_type", ref="e1", text="Ann"), call("browser_click", ref="e2")],
     [call("browser_snapshot", full=True), call("browser_console", expression="1 + 1")],
