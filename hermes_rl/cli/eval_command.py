@@ -253,6 +253,7 @@ def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
                 "units": found.units,
                 "solved": _finite(found.solved),
                 "never_graded": found.never_graded,
+                **_finite_shares(found),
                 "bounds": _finite(found.bounds),
             }
             for model, found in zip(evaluation.configs, summaries, strict=True)
@@ -275,6 +276,7 @@ def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
         print(json.dumps(result))
         return
     lines = [str(found) for found in summaries]
+    lines += [found.shares for found in summaries if found.tasks]
     if any(found.units > found.tasks for found in summaries):
         lines += [
             f"{found.name}: {found.variance.advice}" for found in summaries if found.tasks > 1
@@ -286,6 +288,11 @@ def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
             f"published: {evaluation.about['published']}",
         ]
     run.print_lines([*lines, f"runs: {evaluation.root}"])
+
+
+def _finite_shares(found: Summary) -> dict[str, float | None]:
+    names = ("truncated", "retried", "all_failed", "all_solved")
+    return dict(zip(names, _finite(tuple(getattr(found, n) for n in names)), strict=True))
 
 
 def _finite(values: tuple[float, ...]) -> list[float | None]:

@@ -209,7 +209,7 @@ BENCHMARKS = {
         Benchmark(
             "gpqa",
             ("Idavidrein/gpqa", "gpqa_diamond", "train"),
-            _LLAMA.format("30.4 %", "0-shot; all of GPQA main, here the diamond set"),
+            _LLAMA.format("30.4 %", "0-shot; the card does not name the set of GPQA, here diamond"),
             _gpqa,
             tasks=198,
         ),

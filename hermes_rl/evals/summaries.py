@@ -6,6 +6,7 @@ Infrastructure failures are in no score; they are counted, and bounded apart.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -76,6 +77,17 @@ class Summary:
     """task_id, units, solved (share), reward (mean), turns (mean)."""
     failures: pd.DataFrame
     """task_id, owner, cause, error: one row per failed attempt."""
+
+    @property
+    def shares(self) -> str:
+        """The shares of truncated and retried units, and of tasks without a contrast."""
+        text = f"{self.name}: {self.truncated:.0%} of units truncated, {self.retried:.0%} retried"
+        if math.isfinite(self.all_failed):
+            text += (
+                f"; of tasks with repeats {self.all_failed:.0%} always failed, "
+                f"{self.all_solved:.0%} always solved"
+            )
+        return text
 
     def __str__(self) -> str:
         left_out = f"{self.failed_attempts} attempts left out"
@@ -183,17 +195,23 @@ def _bounds(per_task: pd.DataFrame, missing: pd.DataFrame) -> Bounds:
 def pass_at(run: Run, k: int, *, every: bool = False) -> Interval:
     """Estimate how often at least one of k repeats solves a task (pass@k), with its interval.
 
-    Tasks with fewer than k graded units are left out.
+    Tasks with fewer than k graded units are left out, with a warning that counts them.
 
     Args:
         every: all of k repeats (pass^k) instead of one.
 
     Raises: UserError when no task has k graded units.
     """
-    scores = task_scores(run.frame("trajectories", _UNITS))
-    scores = scores[scores["units"] >= k]
+    graded = task_scores(run.frame("trajectories", _UNITS))
+    scores = graded[graded["units"] >= k]
     if scores.empty or k < 1:
         raise UserError(f"{run.path.name}: no task has {k} graded units. Use a smaller k")
+    if left_out := len(graded) - len(scores):
+        warnings.warn(
+            f"{run.path.name}: pass at {k} leaves out {left_out} of {len(graded)} tasks, which "
+            f"have fewer than {k} graded units",
+            stacklevel=2,
+        )
     estimate = stats.pass_hat_k if every else stats.pass_at_k
     solved = (scores["solved"] * scores["units"]).round().astype(int)
     pairs = zip(scores["units"], solved, strict=True)

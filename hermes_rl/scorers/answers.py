@@ -112,10 +112,15 @@ _LATEX_FRACTION = re.compile(r"([-+\u2212]?)[ \t]*\\[dt]?frac\s*\{([^{}]*)\}\s*\
 _POWER_OF_TEN = re.compile(
     r"(?<=\d)[ \t]*+(?:\\times|\\cdot|[*\u00d7\u00b7])[ \t]*10\^\{?([-+\u2212]?\d{1,4})(?!\d)\}?"
 )
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)[ \t-]*+({'|'.join(_SCALES)})(?![\w])", re.IGNORECASE
+)
 _ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[\u221a\u03c0^]")
 _GOES_ON = re.compile(
     r"[ \t]*+(?:\\(?:sqrt|pi|times|cdot|div|pm)(?![A-Za-z])|[\u221a\u03c0\u00d7\u00f7]"
-    r"|\^(?!\s*\{?\s*\\circ)|[-+*\u2212][ \t]*[\d\\])"
+    r"|\^(?!\s*\{?\s*\\circ)|[-+*\u2212][ \t]*[\d\\]"
+    rf"|(?i:{'|'.join(_SCALES)})(?!\w))"
 )
 
 
@@ -127,6 +132,7 @@ def number_of(text: str, *, last: bool = False) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
+    text = _SCALED.sub(lambda found: f"{found[1]}e{_SCALES[found[2].lower()]}", text)
     text = _LATEX_FRACTION.sub(r" \1\2/\3 ", text).replace("\\$", "$").replace("\\,", "")
     return _POWER_OF_TEN.sub(lambda found: "e" + found[1].replace("\u2212", "-"), text)
 

@@ -8,6 +8,7 @@ interpreter. CPU time, so that a busy machine fails no answer.
 from __future__ import annotations
 
 import asyncio
+import cmath
 import functools
 import importlib
 import importlib.util
@@ -134,6 +135,8 @@ def mathematics(options: Mapping[str, Any], answer: str) -> Score:
         return Score(0.0, "no expression found")
     if not all(_equal(values[0], other) for other in values[1:]):
         return Score(0.0, "several different answers")
+    if _is_false(values[0][0]):
+        return Score(0.0, f"a false equation: {stated[0][:80]!r}")
     return scored(_equal(_expression(target), values[0]), f"answer {stated[0][:80]!r}")
 
 
@@ -141,6 +144,16 @@ def _expression(text: str) -> Any:
     from math_verify import parse
 
     return parse(f"\\boxed{{{text.strip().strip('$').strip()}}}", parsing_timeout=None)
+
+
+def _is_false(value: Any) -> bool:
+    """Whether it is an equation of two numbers that differ by more than rounding (1 %)."""
+    from sympy import Eq
+
+    if not isinstance(value, Eq) or value.free_symbols:
+        return False
+    left, right = (complex(side) for side in value.args)
+    return not cmath.isclose(left, right, rel_tol=0.01)
 
 
 def _equal(one: Any, other: Any) -> bool:

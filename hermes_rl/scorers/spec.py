@@ -71,7 +71,33 @@ def _is_schema(value: Any) -> bool:
         Draft202012Validator.check_schema(value)
     except (SchemaError, RecursionError):
         return False
-    return isinstance(value, dict)
+    return isinstance(value, dict) and _has_all_references(value)
+
+
+def _has_all_references(schema: dict[str, Any]) -> bool:
+    """Whether every reference of a schema leads into it: scoring fetches nothing."""
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
+    pending: list[tuple[Any, Any]] = [(resolver, schema)]
+    seen: set[int] = set()
+    while pending:
+        resolver, part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        resource = DRAFT202012.create_resource(part)
+        resolver = resolver.in_subresource(resource)
+        keys = ("$ref", "$dynamicRef") if isinstance(part, dict) else ()
+        try:
+            found = [resolver.lookup(part[key]) for key in keys if key in part]
+        except (Unresolvable, ValueError):
+            return False
+        pending += [(one.resolver, one.contents) for one in found]
+        pending += [(resolver, one.contents) for one in resource.subresources()]
+    return True
 
 
 def _is_scores(value: Any) -> bool:
@@ -119,7 +145,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "relative": _FROM_ZERO,
     },
     "json": {
-        "schema": Option(_is_schema, "a JSON schema (draft 2020-12)"),
+        "schema": Option(_is_schema, "a JSON schema (draft 2020-12) whose references lead into it"),
         "fields": Option(lambda v: isinstance(v, Mapping) and bool(v), "an object"),
         "target": Option(lambda v: v is not None, "a value"),
     },

@@ -35,6 +35,7 @@ def test_gsm8k_with_two_models(tmp_path: Path, base_url: str) -> None:
     done = run_cli(*command, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "a: solved 75% (95 % interval " in done.out
+    assert "a: 0% of units truncated, 0% retried" in done.out
     assert "b less a: +0% (95 % interval -5% to +5%) over 40 common tasks: no differ" in done.out
     assert "published: Llama 3.1 8B Instruct: 84.5 %" in done.out
     kept = json.loads((tmp_path / "runs/eval-gsm8k/evaluation.json").read_text())

@@ -144,13 +144,20 @@ def test_groups_truncation_and_retries_are_counted() -> None:
     result = summary(run("r", {"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [0.0, 1.0], "d": [1.0]}))
     assert (result.all_solved, result.all_failed) == (1 / 3, 1 / 3)
     assert (result.truncated, result.retried) == (3 / 7, 3 / 7)
+    assert result.shares == (
+        "r: 43% of units truncated, 43% retried; "
+        "of tasks with repeats 33% always failed, 33% always solved"
+    )
+    assert summary(run("r", {"a": [1.0]})).shares.endswith("retried")
     assert result.variance.within == pytest.approx(0.5 / 3)
 
 
 def test_pass_at_k_and_pass_hat_k() -> None:
     result = run("r", {"a": [1.0, 0.0, 0.0, 0.0], "b": [1.0] * 4, "c": [1.0]})
-    assert pass_at(result, 2).mean == pytest.approx((0.5 + 1) / 2)
-    assert pass_at(result, 2, every=True).mean == pytest.approx((0 + 1) / 2)
+    with pytest.warns(UserWarning, match="leaves out 1 of 3 tasks"):
+        assert pass_at(result, 2).mean == pytest.approx((0.5 + 1) / 2)
+    with pytest.warns(UserWarning, match="fewer than 2 graded units"):
+        assert pass_at(result, 2, every=True).mean == pytest.approx((0 + 1) / 2)
     with pytest.raises(UserError, match="no task has 5 graded units"):
         pass_at(result, 5)
 

@@ -237,3 +237,50 @@ def test_a_tolerance_is_the_decimal_number_that_was_written() -> None:
 def test_odd_scorers_are_refused_in_one_line(form: dict[str, Any]) -> None:
     with pytest.raises(TaskFault, match=r"must be|score\.type"):
         parse_scores(form)
+
+
+@pytest.mark.parametrize(
+    ("target", "answer", "expected"),
+    [
+        ("5000000", "Answer: 5 million", 1.0),
+        ("5", "Answer: 5 million", 0.0),
+        ("1.5 billion", "It cost $1,500,000,000", 1.0),
+        ("1500", "Answer: 1.5 thousand dollars", 1.0),
+        ("0.75", "Answer: 3/4 million", 0.0),
+        ("5", "Answer: 5 millionaires", 1.0),
+    ],
+)
+def test_words_of_scale_are_part_of_a_number(target: str, answer: str, expected: float) -> None:
+    assert READERS["number"]({"target": target}, answer).value == expected
+
+
+async def test_a_false_equation_is_no_answer(process: ScorerProcess) -> None:
+    form = {"type": "math", "target": "2"}
+    assert await score(process, form, r"\boxed{1=2}") == 0
+    assert await score(process, form, r"\boxed{1+1=2}") == 1
+    assert await score(process, form, r"\boxed{x=2}") == 1
+    rounded = {"type": "math", "target": "0.333"}
+    assert await score(process, rounded, r"\boxed{\frac{1}{3}=0.333}") == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "good"),
+    [
+        ({"$ref": "https://example.com/other"}, False),
+        ({"$ref": "#/$defs/absent"}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#b"}}}}, False),
+        ({"$ref": "#/x", "x": {"$ref": "#/y"}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#"}}}}, True),
+        ({"$ref": "#b", "$defs": {"a": {"$anchor": "b"}}}, True),
+        ({"const": {"$ref": "#/absent"}, "properties": {"$ref": {"type": "string"}}}, True),
+    ],
+)
+def test_a_schema_whose_reference_leads_nowhere_is_a_bad_row(
+    schema: dict[str, Any], good: bool
+) -> None:
+    form = {"type": "json", "schema": schema}
+    if good:
+        assert parse_scores(form)
+    else:
+        with pytest.raises(TaskFault, match=r"'score.schema' must be .* references lead into it"):
+            parse_scores(form)
