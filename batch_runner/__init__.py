@@ -15,7 +15,13 @@ from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
     from batch_runner import settings
-    from batch_runner.budgets import Prices, budgets_of, requested_name, sum_earlier_spending
+    from batch_runner.budgets import (
+        Prices,
+        budgets_of,
+        earlier_cost,
+        requested_name,
+        sum_earlier_spending,
+    )
     from batch_runner.control import CONTROL_COMMANDS, send_command
     from batch_runner.dataset_index import DatasetIndex
     from batch_runner.dispatcher import ISOLATED_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost

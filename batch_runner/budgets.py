@@ -113,6 +113,16 @@ def budgets_of(config: RunConfig) -> dict[str, int]:
     return budgets
 
 
+def earlier_cost(config: RunConfig) -> float | None:
+    """Return the most US dollars that the earlier starts of a run can have cost; None when a model
+    has no price. Blocking."""
+    prices, run_dir = Prices(config), RunDir(config.run.out or "")
+    if prices.unpriced():
+        return None
+    known = (prices.worst, prices.models, prices.output_max)
+    return sum_earlier_spending(run_dir, [RUN_USD], *known).get(RUN_USD, 0) / NANO
+
+
 def make_coordinator(config: RunConfig, run_dir: RunDir, concurrency: int) -> Coordinator:
     """Make the coordinator of a run's limits and budgets. Blocking: reads what was spent before.
 

@@ -31,6 +31,9 @@ PILOT_SHARE, PILOT_TASKS = 0.1, 8
 LEAST_TASKS = 30
 """Tasks before which no interval stops an evaluation."""
 
+LEAST_USD = 1e-9
+"""A budget must be above 0; no call is as cheap."""
+
 _ABSENT = ("dataset", "model", "out", "pilot", "limit", "dry_run")
 _EVAL = run.load_options("eval")
 OPTIONS = {**_EVAL, **{k: v for k, v in run.OPTIONS.items() if k not in (*_ABSENT, *_EVAL)}}
@@ -59,9 +62,12 @@ def _work(values: dict[str, Any]) -> int:
         for model, config in evaluation.configs.items():
             sized = {**config.dataset.model_dump(), "limit": size}
             config = config.model_copy(update={"dataset": type(config.dataset)(**sized)})
+            config = _with_budget(evaluation, model, config, values["max_usd"])
             report = _run(config, f"{model}: {size:,} of {evaluation.tasks:,} tasks")
             if report.exit_code not in (ExitCode.DONE, ExitCode.GIVEN_UP):
                 run.print_lines(report.lines())
+                if "budget" in str(report.detail) and values["max_usd"] is not None:
+                    _note(["--max-usd is for all models and all starts. Raise it to continue"])
                 return int(report.exit_code)
         if number == 0 and size < evaluation.tasks and _stop_after_pilot(evaluation, values):
             return int(ExitCode.DONE)
@@ -190,6 +196,27 @@ def _run(config: RunConfig, note: str) -> Any:
     progress = default_progress()
     progress.note(note)
     return run_batch(config, progress=progress)
+
+
+def _with_budget(
+    evaluation: _Evaluation, model: str, config: RunConfig, limit: float | None
+) -> RunConfig:
+    """The run with what the other models have left of `limit` (US dollars) as its budget, which
+    includes its own earlier starts. Without all prices there is none: the pilot ends it."""
+    from batch_runner import earlier_cost
+
+    if limit is None:
+        return config
+    others = 0.0
+    for name, one in evaluation.configs.items():
+        cost = earlier_cost(one)
+        if cost is None:
+            return config
+        others += cost if name != model else 0.0
+    left = max(limit - others, LEAST_USD)
+    budget = min(left, config.run.budget_usd or left)
+    run_settings = config.run.model_copy(update={"budget_usd": budget})
+    return config.model_copy(update={"run": run_settings})
 
 
 def _stop_after_pilot(evaluation: _Evaluation, values: Mapping[str, Any]) -> bool:

@@ -48,6 +48,37 @@ def test_gsm8k_with_two_models(tmp_path: Path, base_url: str) -> None:
     assert row["sandbox"] is None
 
 
+def test_max_usd_is_a_cap_for_all_models_and_starts(tmp_path: Path, base_url: str) -> None:
+    write_rows(tmp_path / "gsm8k.jsonl", *GSM8K)
+    price = '{"input": 10, "output": 50, "cache_read": 10}'
+    command = [
+        *("eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a", "--model", "b"),
+        *("--base-url", base_url, "--workers", "0", "--max-tokens", "40"),
+        *("--set", f"endpoint.prices={{a: {price}, b: {price}}}"),
+    ]
+
+    def cost() -> float:
+        runs = [path.parent for path in tmp_path.glob("runs/eval-gsm8k/*/epochs")]
+        return sum(float(load_run(run).stats["cost_usd"]) for run in runs)
+
+    whole = run_cli(*command, "--pilot", cwd=tmp_path)
+    assert whole.code == 0, whole.err
+    pilot = cost()
+    assert pilot > 0
+    for cap in (pilot, pilot * 1.5):
+        stopped = run_cli(*command, "--max-usd", f"{cap:.9f}", "--limit", "40", cwd=tmp_path)
+        assert cost() <= cap + 1e-9, stopped.out + stopped.err
+    fresh = tmp_path / "fresh"
+    for _ in range(2):
+        small = run_cli(
+            *command, "--max-usd", f"{pilot * 0.7:.9f}", "--out", str(fresh), cwd=tmp_path
+        )
+        assert small.code == 3, small.out + small.err
+        assert "--max-usd is for all models and all starts" in small.err
+        spent = sum(load_run(fresh / m).stats["cost_usd"] for m in "ab" if (fresh / m).exists())
+        assert 0 < spent <= pilot * 0.7
+
+
 def test_an_interval_that_is_narrow_enough_stops_early(tmp_path: Path, base_url: str) -> None:
     write_rows(tmp_path / "gsm8k.jsonl", *(question(n, str(n)) for n in range(400)))
     done = run_cli(
