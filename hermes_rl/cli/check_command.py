@@ -192,10 +192,19 @@ def _print_play_result(name: str, wanted: float, tasks: int, wrong: list[str]) -
         print(f"  {line}")
 
 
+def _refuse_special_files(path: Path) -> None:
+    """Raises: UserError for a file at which every reader would wait for ever."""
+    from hermes_rl.store import special_files
+
+    for place in special_files(path):
+        raise UserError(f"{place} is a named pipe or a device. Remove it: a run has only files")
+
+
 def _check_run(path: Path, repair: bool, as_json: bool) -> int:
     from hermes_rl.cli import check_run
     from hermes_rl.store import load_run
 
+    _refuse_special_files(path)
     if repair:
         from hermes_rl.store import repair_run
 
@@ -222,6 +231,7 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
 def _check_secrets(path: Path, as_json: bool) -> int:
     from hermes_rl.cli.check_run import count_workspace_archives, secrets_in
 
+    _refuse_special_files(path)
     found, archives = list(secrets_in(path)), count_workspace_archives(path)
     if as_json:
         result = {"secrets": found, "archives_not_searched": archives}

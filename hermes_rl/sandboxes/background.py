@@ -25,9 +25,16 @@ class BackgroundProcess:
     """One of them (see `base.Process`)."""
 
     def __init__(
-        self, shell: Shell, number: int, end: Callable[[int], None], *, lossless: bool = False
+        self,
+        shell: Shell,
+        number: int,
+        end: Callable[[int], None],
+        forget: Callable[[int], object],
+        *,
+        lossless: bool = False,
     ) -> None:
         self.pid = 0
+        self._forget = forget
         self._shell = shell
         self._number = number
         self._end = end
@@ -55,6 +62,8 @@ class BackgroundProcess:
         elif kind == b"X" and self.started.done() and self._code is None:
             self._code = value
             self._done.set()
+            self._close_input()
+            self._end_if_read()
         else:
             raise ValueError(f"process {self._number} once more")
 
@@ -131,9 +140,7 @@ class BackgroundProcess:
 
     async def close_input(self) -> None:
         """End its stdin: it reads what was written, then the end."""
-        if self._in >= 0:
-            os.close(self._in)
-            self._in = -1
+        self._close_input()
 
     async def read(self) -> bytes:
         """Output since the last read."""
@@ -153,19 +160,32 @@ class BackgroundProcess:
             except TimeoutError:  # the agent ended what would have reported it
                 self.lost()
 
+    def _close_input(self) -> None:
+        if self._in >= 0:
+            os.close(self._in)
+            self._in = -1
+
     def _close_output(self) -> None:
         if self._pipe.fd >= 0:
             self._loop.remove_reader(self._pipe.fd)
             self._pipe.close()
+        self._end_if_read()
+
+    def _end_if_read(self) -> None:
+        """Remove its files once it has ended and nothing can print any more: an agent may start
+        thousands."""
+        if self._done.is_set() and self._pipe.fd < 0:
+            self.close()
 
     def close(self) -> None:
-        """Close and remove its pipes."""
-        self._close_output()
-        if self._in >= 0:
-            os.close(self._in)
-            self._in = -1
+        """Close and remove its pipes. Idempotent."""
+        if self._pipe.fd >= 0:
+            self._loop.remove_reader(self._pipe.fd)
+            self._pipe.close()
+        self._close_input()
         for kind in ("in", "cmd"):
             (self._shell.paths.control / f"p{self._number}.{kind}").unlink(missing_ok=True)
+        self._forget(self._number)
 
 
 class Background:
@@ -199,14 +219,16 @@ class Background:
         command.write_bytes(text)
         command.chmod(0o644)
         process = self._processes[number] = BackgroundProcess(
-            self._shell, number, end, lossless=lossless
+            self._shell, number, end, self._forget, lossless=lossless
         )
         await self._shell.background(number, process.started, session)
         return process
 
+    def _forget(self, number: int) -> None:
+        self._processes.pop(number, None)
+
     def close(self) -> None:
         """The session is over."""
-        for process in self._processes.values():
+        for process in list(self._processes.values()):
             process.lost()
             process.close()
-        self._processes.clear()

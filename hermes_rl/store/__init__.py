@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         file_sha256,
         read_payloads,
     )
-    from hermes_rl.store.integrity import FOREIGN, file_faults
+    from hermes_rl.store.integrity import FOREIGN, file_faults, special_files
     from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,17 @@ Fault = tuple[Path, str]
 FOREIGN = "belongs to no commit"
 
 _JOURNAL = ("done", "live", "asked", "dispatch")
+
+
+def special_files(folder: Path) -> Iterator[Path]:
+    """Named pipes and devices below a folder, at which a reader would wait for ever."""
+    for path in folder.rglob("*"):
+        try:
+            kind = path.lstat().st_mode
+        except OSError:
+            continue  # removed meanwhile
+        if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            yield path
 
 
 def file_faults(run_dir: RunDir) -> Iterator[Fault]:

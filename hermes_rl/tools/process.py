@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from dataclasses import dataclass
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from hermes_rl.errors import ToolError
@@ -56,11 +58,15 @@ class _Live:
     """Lines before those of `output`."""
     new: str = ""
     """What no result has shown yet."""
+    decode: Callable[[bytes], str] = field(
+        default_factory=lambda: getincrementaldecoder("utf-8")("replace").decode
+    )
+    """Keeps the beginning of a character until the rest of it is read."""
 
     async def update(self, record: dict[str, Any]) -> None:
         """Take its output, and how it ended."""
         code = await self.process.poll()
-        text = strip_ansi((await self.process.read()).decode("utf-8", "replace"))
+        text = strip_ansi(self.decode(await self.process.read()))
         output = self.output + text.replace("\r\n", "\n")
         cut = len(output) - MAX_BUFFER_CHARS
         if cut > 0:

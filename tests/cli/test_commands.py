@@ -1,7 +1,9 @@
 """Each command, as a user types it."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -408,3 +410,17 @@ def test_doctor_probes_an_endpoint(tmp_path: Path, base_url: str) -> None:
     assert "token-12345" not in printed.out + printed.err
     mine = run_cli(*query, "--config", config, "--json", cwd=tmp_path).json()
     assert mine[0]["text"] == "mine, chat_completions"
+
+
+@pytest.mark.parametrize("name", ["stats.json", "trajectories/part-1-0-9.parquet"])
+def test_check_does_not_wait_at_a_pipe_in_a_run(finished: Path, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished / RUN, run)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    for more in ((), ("--secrets",)):
+        ended = subprocess.run(
+            [COMMAND, "check", str(run), *more], capture_output=True, text=True, timeout=100
+        )
+        assert ended.returncode == 2
+        assert f"{run / name} is a named pipe or a device" in ended.stderr

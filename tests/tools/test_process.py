@@ -1,6 +1,7 @@
 """Background processes: `terminal` with `background`, and `process`."""
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -164,3 +165,22 @@ async def test_requested_notices_come_once(bench: Any) -> None:
     assert await take_ended(bench.context) == []
     await act(bench, "kill", running)
     assert await take_ended(bench.context) == []
+
+
+async def test_processes_that_ended_keep_no_descriptor(each_bench: Any) -> None:
+    bench = each_bench
+    names = [await begin(bench, "echo done") for _ in range(3)]
+    for name in names:
+        await act(bench, "wait", name)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2 * MAX_PROCESSES):
+        name = await begin(bench, "echo done")
+        assert (await act(bench, "wait", name))["exit_code"] == 0
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+
+
+async def test_a_character_that_comes_in_two_parts_is_whole(bench: Any) -> None:
+    name = await begin(bench, r"printf 'cost \342'; read -r _; printf '\202\254 each\n'")
+    seen = await until(bench, name, "cost ")
+    await act(bench, "submit", name, data="")
+    assert await until(bench, name, "each", seen) == "cost € each\n"
