@@ -39,7 +39,7 @@ NOT_READ = frozenset(
         *("__init__", "answers", "callbacks", "compression", "endings", "hooks", "names"),
         *("plugins", "policy", "prompt", "session"),
     )
-) | {"hermes_rl/tools/toolsets.py", "hermes_rl/tools/__init__.py"}
+) | {"hermes_rl/tools/toolsets.py", "hermes_rl/tools/__init__.py", "hermes_rl/tools/code_runner.py"}
 """Modules without texts for models, and `prompt`, whose tables are printed."""
 
 _FOR_MODELS = frozenset({"ToolError"})

@@ -23,7 +23,7 @@ from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.events import CommandDecided
 from hermes_rl.identity import ID_LENGTH, digest
 from hermes_rl.messages import ToolCall, ToolMessage
-from hermes_rl.text import clean, to_json
+from hermes_rl.text import clean, cut_middle, to_json
 from hermes_rl.tools import (
     PLAIN,
     SUSPECT,
@@ -160,6 +160,8 @@ class _Turn:
         call, tool = self.calls[index], self.tools[index]
         if context.delegate is not None:
             context = replace(context, call_id=call.id)
+        if tool is not None and tool.calls_tools:
+            context = _with_tools(self.run, context, call)
         self.outcomes[index] = await _run_one(self.run, context, call, tool)
         if self._adding:  # by the task of another call, which sees this result too
             return
@@ -348,6 +350,24 @@ async def _approve(run: RunState, call: ToolCall, tool: Tool, command: str) -> N
     run.parts.recorder.record(decided)
     if decision != "allowed":
         raise ToolError(refusal(concern, decision))
+
+
+def _with_tools(run: RunState, context: ToolContext, call: ToolCall) -> ToolContext:
+    """The context of a tool that calls others: their calls are checked and hooked like the
+    model's."""
+
+    async def call_tool(name: str, arguments: str) -> ToolResult:
+        tool = run.parts.tools.get(name)
+        inner = ToolCall(id=call.id, name=name, arguments=arguments)
+        outcome = await _run_one(run, context, inner, tool)
+        if outcome.error is not None:
+            raise outcome.error
+        limit = MAX_TURN_CHARS if tool is None else tool.max_chars
+        return ToolResult(text=cut_middle(outcome.text, limit), ok=outcome.ok)
+
+    offered = run.parts.tools.items()
+    order = {name: tuple(tool.parameters.get("properties", ())) for name, tool in offered}
+    return replace(context, call_tool=call_tool, parameters=order)
 
 
 def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:

@@ -133,6 +133,11 @@ class ToolContext:
     """Runs sub-agents; None where there are none."""
     services: Services = field(default_factory=Services)
     """What tools of the agent itself work with."""
+    call_tool: Callable[[str, str], Awaitable[ToolResult]] | None = None
+    """Calls an offered tool by its name and arguments as JSON, as the model would; only for tools
+    with `calls_tools`."""
+    parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The parameters of the offered tools, in order; also only for those."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,8 @@ class Tool:
     """The argument that is a shell command: it is checked against `tools.approval`."""
     refunds_turn: bool = False
     """A turn whose calls are all of such tools does not count against the limit of turns."""
+    calls_tools: bool = False
+    """It gets `ToolContext.call_tool`."""
     untrusted: bool = False
     """Its results come from others than the user, such as web pages: they are fenced."""
     missing: Callable[[], str | None] | None = None

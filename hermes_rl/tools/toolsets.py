@@ -22,6 +22,7 @@ from hermes_rl.tools.base import Tool, schema
 from hermes_rl.tools.browser import BROWSER_TOOLS
 from hermes_rl.tools.clarify import clarify
 from hermes_rl.tools.delegate_task import delegate_task
+from hermes_rl.tools.execute_code import execute_code
 from hermes_rl.tools.memory import memory
 from hermes_rl.tools.patch import patch
 from hermes_rl.tools.process import process
@@ -38,7 +39,7 @@ TOOLS: dict[str, Tool] = {
     for tool in (
         *(terminal, process, read_file, write_file, patch, search_files),
         *(delegate_task, todo, memory, session_search, clarify),
-        *(skills_list, skill_view, skill_manage),
+        *(skills_list, skill_view, skill_manage, execute_code),
     )
 } | BROWSER_TOOLS
 """Name -> tool, in the order in which models see them."""
@@ -71,6 +72,7 @@ TOOLSETS: dict[str, Toolset] = {
         "Read, follow and write instructions for kinds of tasks.",
         ("skills_list", "skill_view", "skill_manage"),
     ),
+    "code_execution": Toolset("Run Python that calls other tools.", ("execute_code",)),
     "browser": Toolset("Use web pages in a browser.", tuple(BROWSER_TOOLS)),
     "web": Toolset("Search the web and read its pages. There is no such tool yet."),
     "vision": Toolset("Look at images. There is no such tool yet."),

@@ -22,7 +22,7 @@ PAGE = (
 )
 SERVE = "python3 -m http.server 8000 --directory site >/dev/null 2>&1 & "
 READY = "until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.05; done"
-LATER = {"execute_code", "web_search", "web_extract", "vision_analyze"}
+LATER = {"web_search", "web_extract", "vision_analyze"}
 """Tools that are yet to be added, here too."""
 FORMATS = ("openai", "trl", "axolotl", "sharegpt", "atif")
 
@@ -51,6 +51,7 @@ TURNS = [
     [call("browser_navigate", url="http://127.0.0.1:8000/")],
     [call("browser_type", ref="e1", text="Ann"), call("browser_click", ref="e2")],
     [call("browser_snapshot", full=True), call("browser_console", expression="1 + 1")],
+    [call("execute_code", code="import hermes_tools as t\nprint(t.read_file('site/index.html'))")],
     [call("browser_back"), call("browser_press", key="Tab"), call("browser_scroll")],
     [call("browser_get_images"), call("browser_screenshot", path="till.png", full=True)],
     [call("delegate_task", tasks=[{"goal": "Child: say hello."}])],
