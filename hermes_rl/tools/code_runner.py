@@ -20,7 +20,7 @@ NAME = "<execute_code>"
 
 
 class ToolError(Exception):
-    """A tool that failed; its text is what the tool said."""
+    """A tool that failed; its text is the message of the tool."""
 
 
 def main() -> None:
