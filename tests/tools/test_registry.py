@@ -54,7 +54,10 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do() -> None:
 
 
 def test_toolsets_include_each_other_in_one_order() -> None:
-    some = ["terminal", "read_file", "write_file", "patch", "search_files", "delegate_task", "todo"]
+    some = [
+        *("terminal", "process", "read_file", "write_file", "patch", "search_files"),
+        *("delegate_task", "todo"),
+    ]
     assert list(resolve(["todo", "coding", "delegation"])) == some
     assert list(resolve(["delegation", "file", "todo", "terminal", "coding"])) == some
     assert list(resolve(TOOLSETS)) == list(TOOLS)
