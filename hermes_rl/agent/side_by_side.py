@@ -67,4 +67,4 @@ def _access(call: ToolCall, tool: Tool | None) -> _Access | None:
         path = read_arguments(call.arguments, tool.parameters).get(tool.path_argument)
     except ToolError:
         return None  # it will not run
-    return _Access(path, tool.writes) if isinstance(path, str) else None
+    return _Access(path if isinstance(path, str) and path else None, tool.writes)

@@ -62,5 +62,6 @@ if TYPE_CHECKING:
         tool_names,
         with_wording,
     )
+    from hermes_rl.tools.v4a import apply_hunks, parse_patch
 else:
     __getattr__, __dir__ = attach(__name__)

@@ -18,7 +18,7 @@ BLOCK_LIKENESS = 0.7
 CONTEXT_LIKENESS = 0.9
 """Likeness of whole blocks in the last strategy."""
 
-_QUOTES = str.maketrans(
+PUNCTUATION = str.maketrans(
     {
         "\u2018": "'", "\u2019": "'", "\u201a": "'", "\u201b": "'",
         "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u201f": '"',
@@ -76,7 +76,11 @@ def _fitted(strategy: str, original: str, old: str, new: str) -> str:
     if strategy == "boundary_trimmed":
         head, tail = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
         return new.removeprefix(head).removesuffix(tail)
-    was, there = _indent(old), _indent(original)
+    return reindented(new, indentation(old), indentation(original))
+
+
+def reindented(new: str, was: str, there: str) -> str:
+    """A text whose lines begin with one indentation, with another in its place."""
     if was == there:
         return new
     return "\n".join(
@@ -85,7 +89,8 @@ def _fitted(strategy: str, original: str, old: str, new: str) -> str:
     )
 
 
-def _indent(text: str) -> str:
+def indentation(text: str) -> str:
+    """Of the first line that is not blank."""
     for line in text.split("\n"):
         if line.strip():
             return line[: len(line) - len(line.lstrip())]
@@ -176,7 +181,7 @@ def _boundary(content: str, old: str) -> list[Span]:
 
 def _unicode(content: str, old: str) -> list[Span]:
     """Typographic quotes, dashes and spaces taken for their ASCII forms."""
-    return _by_lines(lambda line: _collapse(line.translate(_QUOTES)))(content, old)
+    return _by_lines(lambda line: _collapse(line.translate(PUNCTUATION)))(content, old)
 
 
 def _block_anchor(content: str, old: str) -> list[Span]:
@@ -231,6 +236,18 @@ def _best(lines: list[str], size: int, scores: dict[int, float], floor: float) -
     if score < floor or rivals:
         return []
     return _windows(lines, size, lambda i: i == start)
+
+
+def nearest(content: str, old: str) -> str:
+    """Names the line that is most like the first line of a text, for the end of a message."""
+    first = next((line.strip() for line in old.split("\n") if line.strip()), "")
+    lines = content.split("\n")[:5_000]
+    near = difflib.get_close_matches(first, [x.strip() for x in lines], n=1, cutoff=0.6)
+    if not near:
+        return "; read the file and copy the text exactly"
+    number = next(i for i, x in enumerate(lines, 1) if x.strip() == near[0])
+    shown = near[0].encode("utf-8", "surrogateescape").decode("utf-8", "replace")[:200]
+    return f"; the closest line is {number}: {shown!r}"
 
 
 STRATEGIES: tuple[tuple[str, Finder], ...] = (
