@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         scripted,
     )
     from hermes_rl.testing.fake_modal import FakeModal
+    from hermes_rl.testing.fake_search import FakeSearch
     from hermes_rl.testing.fake_server import FakeConfig, FakeServer
     from hermes_rl.testing.faults import (
         KINDS,

@@ -32,6 +32,7 @@ from hermes_rl.tools.session_search import session_search
 from hermes_rl.tools.skills import skill_manage, skill_view, skills_list
 from hermes_rl.tools.terminal import terminal
 from hermes_rl.tools.todo import todo
+from hermes_rl.tools.web import web_extract, web_search
 from hermes_rl.tools.write_file import write_file
 
 TOOLS: dict[str, Tool] = {
@@ -40,6 +41,7 @@ TOOLS: dict[str, Tool] = {
         *(terminal, process, read_file, write_file, patch, search_files),
         *(delegate_task, todo, memory, session_search, clarify),
         *(skills_list, skill_view, skill_manage, execute_code),
+        *(web_search, web_extract),
     )
 } | BROWSER_TOOLS
 """Name -> tool, in the order in which models see them."""
@@ -74,13 +76,13 @@ TOOLSETS: dict[str, Toolset] = {
     ),
     "code_execution": Toolset("Run Python that calls other tools.", ("execute_code",)),
     "browser": Toolset("Use web pages in a browser.", tuple(BROWSER_TOOLS)),
-    "web": Toolset("Search the web and read its pages. There is no such tool yet."),
+    "web": Toolset("Search the web and read its pages.", ("web_search", "web_extract")),
     "vision": Toolset("Look at images. There is no such tool yet."),
     "image_gen": Toolset("Make images. There is no such tool; distributions name it."),
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")
-_JOINED = {"process": 3}
+_JOINED = {"process": 3, "web_search": 3, "web_extract": 3}
 """Tool that joined a toolset which runs had -> the wording since when."""
 
 Distribution = Mapping[str, float]

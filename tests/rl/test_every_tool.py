@@ -73,6 +73,7 @@ async def test_an_episode_with_every_tool_is_recorded_exported_and_checked(
 ) -> None:
     """To accept a change, copy the file that the message names to tests/data."""
     monkeypatch.setenv("OPENAI_API_KEY", "canary-8d1e")
+    monkeypatch.setenv("SEARXNG_URL", "http://127.0.0.1:9")  # for the toolset web
     out, task = tmp_path / "run", tmp_path / "task.jsonl"
     row = {"prompt": "Use every tool.", "verify": "grep -aq PNG /workspace/till.png"}
     task.write_text(json.dumps(row))
