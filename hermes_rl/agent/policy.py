@@ -152,6 +152,9 @@ class Policy:
     spill_results: bool = False
     """Save a result that is too long to a file of the sandbox and show its beginning, in the place
     of leaving out its middle; of all results of a turn 200,000 characters are shown."""
+    short_rereads: bool = False
+    """Of a file that is read again, and whose lines are as in an earlier result that the model
+    still has before it, say just that."""
     fence_untrusted: bool = False
     """Put results of untrusted tools between marks that say that they are data."""
     context_files: bool = False
@@ -243,6 +246,7 @@ _HELPED = Policy(
     check_commands=True,
     process_notices=True,
     spill_results=True,
+    short_rereads=True,
     fence_untrusted=True,
 )
 

@@ -7,8 +7,11 @@ is not in the workspace, whose content is graded and kept.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, ToolMessage, text_of
 from hermes_rl.sandboxes import Sandbox
 from hermes_rl.text import clean, cut_middle
 
@@ -21,6 +24,12 @@ SPILL_FOLDER = "hermes-results"
 """Below the sandbox's scratch folder."""
 FENCED_CHARS = 32
 """Shorter results are not fenced."""
+READ_FILE = "read_file"
+UNCHANGED = (
+    '{"unchanged":true,"hint":"These lines are as in your earlier result of the same call, which '
+    'is still above."}'
+)
+"""In the place of a result that the model has already (`Policy.short_rereads`)."""
 
 _FENCE = "untrusted_tool_result"
 _MARK = re.compile(rf"<(/?\s*{_FENCE})", re.IGNORECASE)
@@ -52,6 +61,32 @@ async def spill(text: str, sandbox: Sandbox | None, name: str, limit: int) -> st
         f"[The result has {len(text):,} characters and was saved to {path}.{part} Read the parts "
         f"that you need with your tools. It begins:]\n{preview}\n[...]"
     )
+
+
+def shown_before(conversation: Iterable[Message], call: ToolCall, text: str) -> bool:
+    """Whether the latest call like this one has the same result, in full, in a conversation.
+
+    What was compressed, cut or saved to a file is not there any more. Nothing but the results
+    themselves is compared, so no change of the file is missed, whatever its times say.
+    """
+    alike: set[str] = set()
+    same = False
+    for message in conversation:
+        if isinstance(message, AssistantMessage):
+            alike = {c.id for c in message.tool_calls if _same_call(c, call)}
+        elif isinstance(message, ToolMessage) and message.tool_call_id in alike:
+            content = text_of(message)  # notes may follow in it
+            same = content.startswith(text) or (same and content.startswith(UNCHANGED))
+    return same
+
+
+def _same_call(one: ToolCall, other: ToolCall) -> bool:
+    if one.name != other.name:
+        return False
+    try:
+        return bool(json.loads(one.arguments) == json.loads(other.arguments))
+    except (ValueError, RecursionError):
+        return False
 
 
 def fenced(text: str, tool: str) -> str:

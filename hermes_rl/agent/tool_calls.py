@@ -17,7 +17,15 @@ from typing import Any
 
 from hermes_rl.agent.parts import Finish, RunState
 from hermes_rl.agent.prompt import steer_note
-from hermes_rl.agent.results import MAX_TURN_CHARS, PREVIEW_CHARS, fenced, spill
+from hermes_rl.agent.results import (
+    MAX_TURN_CHARS,
+    PREVIEW_CHARS,
+    READ_FILE,
+    UNCHANGED,
+    fenced,
+    shown_before,
+    spill,
+)
 from hermes_rl.agent.side_by_side import independent
 from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.events import CommandDecided
@@ -181,6 +189,9 @@ class _Turn:
         offered = self.run.parts.tools.values()
         if tool is None:
             return outcome
+        if policy.short_rereads and tool.name == READ_FILE and outcome.ok and self._known(text):
+            self.run.note("short_rereads")
+            return replace(outcome, text=UNCHANGED, raw_text=outcome.raw_text or text)
         limit = tool.max_chars
         if policy.spill_results:
             limit = min(limit, max(PREVIEW_CHARS, MAX_TURN_CHARS - self._chars))
@@ -192,6 +203,10 @@ class _Turn:
         if policy.fence_untrusted and tool.untrusted:
             text = fenced(text, tool.name)
         return outcome if text is outcome.text else replace(outcome, text=text)
+
+    def _known(self, text: str) -> bool:
+        call, context = self.calls[self.done], self.run.conversation
+        return len(text) > 2 * len(UNCHANGED) and shown_before(context, call, text)
 
     def _add(self, outcome: _Outcome) -> None:
         call, text, raw = self.calls[self.done], outcome.text, outcome.raw_text

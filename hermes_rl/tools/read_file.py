@@ -1,4 +1,4 @@
-"""The tool `read_file`: a window of a text file with line numbers."""
+"""The tool `read_file`: a window of a text file with line numbers, or what a binary file is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from hermes_rl.errors import ToolError
 from hermes_rl.text import to_json
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
+from hermes_rl.tools.file_kinds import Kind, kind_of
 from hermes_rl.tools.shell import (
     WHOLE_FILE_BYTES,
     FileBytes,
@@ -23,7 +24,8 @@ MAX_LINES = 2_000
 MAX_LINE_CHARS = 2_000
 MAX_CONTENT_CHARS = 100_000
 MAX_RESULT_CHARS = 120_000
-_SNIFF_BYTES = 8_192
+_SHOWN_BYTES = 64
+"""Of a binary file."""
 _LINE_CUT = " ... [line truncated]"
 
 
@@ -42,17 +44,17 @@ class _Window:
     path_argument="path",
 )
 async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
-    """Return {content, total_lines, file_size, truncated, hint?}."""
+    """Return {content, total_lines, file_size, truncated, hint?}; of a binary file {type,
+    file_size, hint}, with {width, height} of an image, else {first_bytes}."""
     path, offset = args["path"], args.get("offset", 1)
     limit = min(args.get("limit", DEFAULT_LINES), MAX_LINES)
     try:
         file = await read_bytes(ctx, path)
     except ToolError as error:
         raise await _with_similar(ctx, path, error) from None
-    if b"\0" in file.data[:_SNIFF_BYTES]:
-        raise ToolError(
-            f"'{path}' is a binary file ({file.size} bytes); use the terminal to inspect it"
-        )
+    if (kind := kind_of(file.data)) is not None:
+        fields = _described(kind, file)
+        return ToolResult(text=to_json(fields), data=fields)
     window = _window(file, offset, limit) if file.whole else await _far(ctx, file, offset, limit)
     if offset > max(window.total, 1):
         raise ToolError(f"offset {offset} is past the end: '{path}' has {window.total} lines")
@@ -63,6 +65,17 @@ async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
         fields = _fields(window, offset, file.size)
         text = to_json(fields)
     return ToolResult(text=text, data=fields)
+
+
+def _described(kind: Kind, file: FileBytes) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": kind.name, "file_size": file.size}
+    if kind.width is not None:
+        fields |= {"width": kind.width, "height": kind.height}
+    if kind.image:
+        hint = "read_file does not show images; use vision_analyze if you have it, or a program"
+        return {**fields, "hint": hint}
+    shown = file.data[:_SHOWN_BYTES].hex(" ")
+    return {**fields, "first_bytes": shown, "hint": "not text; use a program in the terminal"}
 
 
 def _split(data: bytes) -> list[str]:

@@ -1,8 +1,10 @@
 """The tools `read_file`, `write_file` and `patch`."""
 
+from io import BytesIO
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from hermes_rl.errors import ToolError
 
@@ -97,7 +99,6 @@ async def test_files_too_large_to_take_whole(bench: Any) -> None:
     [
         ("d", "'d' is a directory"),
         ("pipe", "not a regular file"),
-        ("binary", r"binary file \(3 bytes\)"),
         ("confg.yml", r"file not found: 'confg\.yml'\. Did you mean: config\.yaml"),
         ("./notes.md", r"Did you mean: \./Notes\.md"),
         ("no/such", "file not found: 'no/such'$"),
@@ -105,9 +106,37 @@ async def test_files_too_large_to_take_whole(bench: Any) -> None:
     ],
 )
 async def test_what_cannot_be_read(bench: Any, path: str, reason: str) -> None:
-    await bench.sh("mkdir d; mkfifo pipe; printf 'a\\0b' > binary; touch config.yaml Notes.md")
+    await bench.sh("mkdir d; mkfifo pipe; touch config.yaml Notes.md")
     with pytest.raises(ToolError, match=reason):
         await bench("read_file", path=path)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WebP", "WebP lossless", "WebP alpha"])
+async def test_images_are_described(bench: Any, form: str) -> None:
+    image, out = Image.new("RGBA" if "alpha" in form else "RGB", (301, 47), "red"), BytesIO()
+    if "alpha" in form:
+        image.putalpha(99)
+    image.save(out, form.split()[0], lossless="lossless" in form)
+    await bench.sandbox.write_file(f"{bench.sandbox.workspace}/picture", out.getvalue())
+    seen = await bench("read_file", path="picture")
+    assert seen.pop("hint").startswith("read_file does not show images")
+    size = len(out.getvalue())
+    name = f"{form.split()[0]} image"
+    assert seen == {"type": name, "file_size": size, "width": 301, "height": 47}
+    await bench.sh("head -c 14 picture > cut; printf '\\0' >> cut")
+    assert (await bench("read_file", path="cut")).get("width") in (None, 301)
+
+
+async def test_binary_files_are_described(each_bench: Any) -> None:
+    await each_bench.sh(
+        "printf 'a\\0b' > binary; tar cf t.tar binary; gzip -k t.tar; cp /bin/sh sh"
+    )
+    hint = "not text; use a program in the terminal"
+    assert await each_bench("read_file", path="binary") == {
+        "type": "binary file", "file_size": 3, "first_bytes": "61 00 62", "hint": hint
+    }  # fmt: skip
+    kinds = [(await each_bench("read_file", path=p))["type"] for p in ("t.tar", "t.tar.gz", "sh")]
+    assert kinds == ["tar archive", "gzip data", "ELF program or library"]
 
 
 @pytest.mark.parametrize(
