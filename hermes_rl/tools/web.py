@@ -25,6 +25,8 @@ MAX_RESULTS = 20
 _RESULT_CHARS = 100_000
 _SHOWN_URL = 1_000
 _EXTRACT_S = 20.0
+_MAX_HTML_BYTES = 1_500_000
+"""The extraction needs about 2.5 s for each MB."""
 _MAX_ANSWER_BYTES = 2_000_000
 _SNIPPET_CHARS = 1_000
 _HTML = ("text/html", "application/xhtml+xml", "")
@@ -122,7 +124,7 @@ async def _extracted(page: Page, limit: int) -> tuple[str, str]:
     )
     try:
         async with asyncio.timeout(_EXTRACT_S):
-            out, _ = await process.communicate(page.body)
+            out, _ = await process.communicate(page.body[:_MAX_HTML_BYTES])
     except TimeoutError:
         out = b""
     finally:

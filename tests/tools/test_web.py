@@ -282,6 +282,9 @@ async def test_hostile_pages_give_bounded_text_or_an_error(site: Site, local: No
         assert 1_000 < len(page["content"]) <= MAX_PAGE_CHARS
     (short,) = (await call("web_extract", urls=urls[:1], char_limit=100))["pages"]
     assert (len(short["content"]), short["truncated"]) == (100, True)
+    many = b"".join(b"<p>Line %d of a page that is very long.</p>" % n for n in range(100_000))
+    title, text = await page_text(Page("http://a/", "text/html", "", many), 1000)
+    assert (title, len(text)) == ("", 1001)
     for body in (
         b"<div>" * 200_000 + b"deep",
         b"<table><tr><td>" * 20_000,
