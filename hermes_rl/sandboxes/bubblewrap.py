@@ -472,7 +472,12 @@ class Bubblewrap(HostBackend):
             workspace=workspace,
             mounts=mounts,
             cwd=grading.HOME,
-            command=recipe.command(lease.spec.limits, f"{recipe.CONTROL}/start", lease.tag),
+            command=recipe.command(
+                lease.spec.limits,
+                f"{recipe.CONTROL}/start",
+                lease.tag,
+                counted=bool(self._cgroups.base),
+            ),
         )
 
     def _grading_layers(self, lease: Lease, spec: GradingSpec, storage: Storage) -> recipe.Layers:
