@@ -177,7 +177,7 @@ def test_segments_are_shown_token_by_token(served: Served) -> None:
             where = {"run": "rl/exact", "id": row["trajectory_id"], "branch": n}
             shown = served.get("tokens", **where)
             starts = range(0, len(record["input_ids"]), shown["page"])
-            pages = [served.get("tokens", **where, start=start) for start in starts]
+            pages = [served.get("tokens", **where, **{"from": start}) for start in starts]
             for column in ("input_ids", "loss_mask", "sampled_mask", "turn_ids"):
                 assert [one for page in pages for one in page[column]] == list(record[column])
             assert shown["trained"] == sum(record["loss_mask"]) > 0
