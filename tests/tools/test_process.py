@@ -182,5 +182,5 @@ async def test_processes_that_ended_keep_no_descriptor(each_bench: Any) -> None:
 async def test_a_character_that_comes_in_two_parts_is_whole(bench: Any) -> None:
     name = await begin(bench, r"printf 'cost \342'; read -r _; printf '\202\254 each\n'")
     seen = await until(bench, name, "cost ")
-    await act(bench, "submit", name, data="")
+    seen += (await act(bench, "submit", name, data="")).get("output", "")
     assert await until(bench, name, "each", seen) == "cost € each\n"

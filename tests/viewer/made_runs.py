@@ -156,7 +156,12 @@ async def _run(
     config = {
         "dataset": {"path": str(dataset), "repeats": repeats},
         "model": {"name": name.split("/")[0]},
-        "agent": {"toolsets": ["terminal"], "preset": "rl", "limits": {"max_turns": max_turns}},
+        "agent": {
+            "toolsets": ["terminal"],
+            "preset": "rl",
+            "switches": {"wording": 2},  # with it a whole conversation is on one page of tokens
+            "limits": {"max_turns": max_turns},
+        },
         "endpoint": endpoint if isinstance(endpoint, dict) else {"base_url": endpoint},
         "sandbox": {"backend": "none"},
         "run": {
