@@ -224,7 +224,8 @@ class Browser:
             try:
                 await self.process.write(data)
             except BrokenPipeError:
-                await self.fail("the browser has ended")
+                code = await self.process.poll()
+                await self.fail(_why(-1 if code is None else code))
 
     async def _receive(self) -> None:
         """Send what is queued; take what has arrived, or wait a moment."""
