@@ -25,6 +25,7 @@ from hermes_rl.tools import (
     SKILL_VIEW,
     Approval,
     Ask,
+    Catalogue,
     Clarify,
     Memory,
     Mode,
@@ -327,6 +328,8 @@ def _tools(
         raise UserError(f"toolset {both[0]!r} is both enabled and disabled. Take it out of one")
     if enabled is None:
         enabled = DEFAULT_TOOLSETS
+    if empty := Catalogue().empty(enabled):
+        raise UserError(f"the toolset {empty[0]!r} has no tools. Leave it out, or pass toolsets=[]")
     left_out = tool_names(disabled)
     worded = with_timeout(with_wording(resolve(enabled), policy.wording), policy.command_timeout_s)
     tools = {name: tool for name, tool in worded.items() if name not in left_out}

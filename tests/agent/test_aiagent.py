@@ -270,6 +270,8 @@ def test_limits_and_bad_names(make: Make) -> None:
         assert result["end_reason"] == "max_turns"
     with pytest.raises(UserError, match=r"unknown toolset 'smell' \(known: terminal, file"):
         make(toolsets=["smell"])
+    with pytest.raises(UserError, match="the toolset 'image_gen' has no tools"):
+        make(toolsets=["image_gen"])
     with pytest.raises(UserError, match=r"unknown preset 'fast' \(known: interactive"):
         make(preset="fast")
 
