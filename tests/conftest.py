@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ from hermes_rl.sandboxes import zygote
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# All Rays of the tests share a token. Ray reads the mode once, when it is imported; without a token
+# two of them that start at once would each write one to the same file.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 TESTS = Path(__file__).parent.name
 ENGINES = "sandboxes/test_containers.py"
@@ -47,6 +53,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "cli/test_notebook_kernel.py",
         "rl/test_streams.py",
         "rl/test_live.py",
+        "rl/test_weight_updates.py",
     ),
     # Sandboxes of one ordinary user share the limits of that user.
     "ordinary user": (
@@ -96,7 +103,7 @@ def ray_cluster() -> Iterator[dict[str, str]]:
         assert process.stdout
         address = process.stdout.readline().strip()
         assert address, "the cluster did not start"
-        yield {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
+        yield {"RAY_ADDRESS": address}
 
 
 @pytest.fixture(scope="session", autouse=True)
