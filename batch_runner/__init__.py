@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from batch_runner.regrade import regrade_run
     from batch_runner.replay import replay_attempt
     from batch_runner.report import Report, exact_lines
-    from batch_runner.runner import arun_batch, run_batch
+    from batch_runner.runner import arun_batch, arun_jointly, run_batch
     from batch_runner.settings import as_config, open_hosts, resolve_settings
     from batch_runner.worker import Reply
 else:

@@ -27,6 +27,7 @@ from hermes_rl.models.rate import (
     RUN_TOKENS,
     RUN_USD,
     Coordinator,
+    JointLimits,
     Rates,
     Share,
     Summary,
@@ -123,11 +124,14 @@ def earlier_cost(config: RunConfig) -> float | None:
     return sum_earlier_spending(run_dir, [RUN_USD], *known).get(RUN_USD, 0) / NANO
 
 
-def make_coordinator(config: RunConfig, run_dir: RunDir, concurrency: int) -> Coordinator:
+def make_coordinator(
+    config: RunConfig, run_dir: RunDir, concurrency: int, joint: JointLimits | None = None
+) -> Coordinator:
     """Make the coordinator of a run's limits and budgets. Blocking: reads what was spent before.
 
     Args:
         concurrency: of the whole run.
+        joint: what other runs share with this one.
     """
     budgets, prices, spent = budgets_of(config), Prices(config), dict[str, int]()
     if budgets:
@@ -136,7 +140,7 @@ def make_coordinator(config: RunConfig, run_dir: RunDir, concurrency: int) -> Co
         )
     rates = Rates(**{kind: getattr(config.endpoint.rates, kind) for kind in KINDS})
     return Coordinator(
-        concurrency, budgets, spent, clock=time.monotonic, unix=time.time, rates=rates
+        concurrency, budgets, spent, clock=time.monotonic, unix=time.time, rates=rates, joint=joint
     )
 
 
@@ -172,7 +176,11 @@ def summary_as_dict(summary: Summary, budgets: Mapping[str, int]) -> dict[str, A
 
 @asynccontextmanager
 async def open_budget_share(
-    config: RunConfig, run_dir: RunDir, concurrency: int, summary: dict[str, Any]
+    config: RunConfig,
+    run_dir: RunDir,
+    concurrency: int,
+    summary: dict[str, Any],
+    joint: JointLimits | None = None,
 ) -> AsyncIterator[Share]:
     """Open the rest of the run's budgets, and limiters, for calls of the driver itself: scoring
     groups and grading again. No worker may be running.
@@ -180,8 +188,9 @@ async def open_budget_share(
     Args:
         concurrency: calls at once, at most.
         summary: updated at the end, see `summary_as_dict`; budgets include all earlier starts.
+        joint: what other runs share with this one.
     """
-    coordinator = await asyncio.to_thread(make_coordinator, config, run_dir, concurrency)
+    coordinator = await asyncio.to_thread(make_coordinator, config, run_dir, concurrency, joint)
     try:
         share = Share("driver", coordinator.budgets)
         async with share.coordinated(coordinator.handle):

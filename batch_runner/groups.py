@@ -111,9 +111,10 @@ async def write_groups(
 
     config, run_dir, hosts = settings.config, driver.run_dir, settings.hosts
     assert hosts is not None
+    joint = None if settings.joint is None else settings.joint.limits
     every_s = config.run.publish_every_s
     async with (
-        open_budget_share(config, run_dir, SCORED_AT_ONCE, results.limits) as share,
+        open_budget_share(config, run_dir, SCORED_AT_ONCE, results.limits, joint) as share,
         open_grader(
             config, run_dir, driver.run_id, share, opens=hosts.open, keys=settings.keys
         ) as grader,

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -474,6 +474,8 @@ class RunSource:
         self.stop: Stop | None = None
         self.images: Images | None = None
         """Units that wait for their images; None when no image has to be built."""
+        self.gate: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each attempt is handed out."""
         self.in_flight: dict[str, WorkItem] = {}
         """By unit id."""
         self._plan = plan
@@ -544,6 +546,8 @@ class RunSource:
 
     async def next(self) -> WorkItem | None:
         """Return the next attempt; None when the run is done or stopped. Waits for retries."""
+        if self.gate is not None:
+            await self.gate()
         while self.stop is None:
             if self._held and (self.in_flight or self._buffer or self._retries):
                 self._changed.clear()

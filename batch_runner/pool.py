@@ -82,7 +82,8 @@ def open_pool(
     wanted = settings.config.run.runtime_env
     if settings.workers:
         _check_runtime_env(wanted)
-        with connect_ray(settings.workers) as watchdog:
+        connect = connect_ray if settings.joint is None else settings.joint.ray
+        with connect(settings.workers) as watchdog:
             if watchdog is None:  # an existing Ray, without this setting
                 wanted = {**wanted, "env_vars": {**KEEP_CHILDREN, **wanted.get("env_vars", {})}}
             pool = RayPool(spec, settings.workers, coordinator, watchdog, wanted, settings.keys)

@@ -263,10 +263,17 @@ class View:
     """One line for each endpoint that does not answer."""
     images: ImageCounts | None = None
     """Image builds that units wait for; None for a run without builds."""
+    name: str = ""
+    """Of the run, beside others."""
+    others: tuple[View, ...] = ()
+    """Runs at the same time."""
 
     def lines(self) -> list[str]:
-        """The progress line, and lines for image builds and unanswered calls below it."""
-        return [self.line(), *self.waiting_lines()]
+        """The progress line of each run, and lines for image builds and unanswered calls below
+        it."""
+        begin = f"{self.name}: " if self.name else ""
+        lines = [begin + self.line(), *self.waiting_lines()]
+        return [*lines, *(line for other in self.others for line in other.lines())]
 
     def waiting_lines(self) -> list[str]:
         """Lines for image builds and unanswered calls."""
@@ -402,7 +409,9 @@ class LiveLine(Progress):
             self._started = True
             self._run_worker.start()
         width = self._console.width
-        lines = [wrapped(view.line(), width), *(fill(text, width) for text in view.waiting_lines())]
+        lines = (
+            wrapped(line, width) if " | " in line else fill(line, width) for line in view.lines()
+        )
         text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
         self._run_worker.update(text, refresh=True)
 

@@ -15,6 +15,7 @@ from batch_runner.budgets import make_coordinator, refuse_unpriced, summary_as_d
 from batch_runner.control import cause_named, count_of, dollars_of, open_control
 from batch_runner.dispatcher import Dispatcher, Fleet, StartWorker
 from batch_runner.interrupts import Interrupts, catch_signals
+from batch_runner.joint import JointProgress, JointRuns, joint_limits
 from batch_runner.manifest import capabilities, start_meta, write_manifest
 from batch_runner.plan import (
     Pilot,
@@ -104,15 +105,17 @@ async def arun_batch(
     pilot: Pilot | None = None,
     hosts: Hosts | None = None,
     live: LiveGroups | None = None,
+    joint: JointRuns | None = None,
 ) -> Report:
     """`run_batch` for callers with a loop of their own.
 
     Args:
         hosts: for callers that use the environment, too, so that it is set up once.
         live: passes on groups as they end; see `batch_runner.live`.
+        joint: runs at the same time; see `arun_jointly`.
     """
     config = as_config(config)
-    settings = resolve_settings(config)
+    settings = replace(resolve_settings(config), joint=joint)
     refuse_unpriced(config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.check_first_row)
@@ -136,6 +139,45 @@ async def arun_batch(
         run.plan, run.source = live.make_source(settings, driver, run.sink)
         async with live.opened(lambda: run.coordinator, run.end_at_once, run.interrupt):
             return await run.run()
+
+
+async def arun_jointly(
+    configs: Mapping[str, RunConfig],
+    *,
+    progress: Progress | None = None,
+    budget_usd: float | None = None,
+) -> dict[str, Report]:
+    """Run several configurations at the same time, with one limit of requests for the models of an
+    endpoint, and an equal part of the rollouts in flight for each.
+
+    Args:
+        configs: name -> a run.
+        progress: shows all runs; None prints to stderr.
+        budget_usd: of all runs together, earlier starts included, where all prices are known.
+
+    Raises: as `arun_batch`, after the other runs have ended their rollouts.
+    """
+    limits, configs = await asyncio.to_thread(joint_limits, configs, budget_usd)
+    shown = JointProgress(progress or default_progress())
+    with ExitStack() as stack:
+        joint = JointRuns(len(configs), limits, stack)
+        stack.enter_context(catch_signals(joint.drain, joint.end_at_once))
+        showing = asyncio.create_task(shown.show())
+        runs = [
+            joint.one(arun_batch(config, progress=shown.of(name), joint=joint))
+            for name, config in configs.items()
+        ]
+        try:
+            ended = await asyncio.gather(*runs, return_exceptions=True)
+        finally:
+            showing.cancel()
+            await asyncio.wait((showing,))
+    reports = dict[str, Report]()
+    for name, report in zip(configs, ended, strict=True):
+        if isinstance(report, BaseException):
+            raise report
+        reports[name] = report
+    return reports
 
 
 @contextmanager
@@ -230,9 +272,11 @@ class _Run:
         return self.report(stats)
 
     async def _run_open_units(self) -> None:
-        with catch_signals(
-            self._interrupted, self.end_at_once, wanted=self.live is None
-        ) as interrupts:
+        joint = self.settings.joint
+        if joint is not None:
+            joint.add(self)
+        wanted = self.live is None and joint is None
+        with catch_signals(self.drain, self.end_at_once, wanted=wanted) as interrupts:
             if await self.source.has_work():
                 await self._warn_of_network()
                 await self._open_images()
@@ -249,7 +293,7 @@ class _Run:
                 source.hold(paused=command == "pause")
             case "drain":
                 if source.stop is None:
-                    self._interrupted()
+                    self.drain()
             case "concurrency":
                 source.hold(most=count_of(value, self.settings.concurrency))
             case "budget":
@@ -345,9 +389,10 @@ class _Run:
 
     async def _run_workers(self, interrupts: Interrupts) -> None:
         """Start workers and run the units. Ctrl-C while Ray starts cancels the start."""
-        config, run_dir = self.settings.config, self.driver.run_dir
+        config, run_dir, joint = self.settings.config, self.driver.run_dir, self.settings.joint
+        limits = None if joint is None else joint.limits
         self.coordinator = await asyncio.to_thread(
-            make_coordinator, config, run_dir, self.settings.concurrency
+            make_coordinator, config, run_dir, self.settings.concurrency, limits
         )
         with ExitStack() as stack:
             try:
@@ -460,7 +505,7 @@ class _Run:
         full = cause == "disk" and "is full" in text
         self.source.halt(Stop(cause, f"the disk of {self.settings.out} is full" if full else text))
 
-    def _interrupted(self) -> None:
+    def drain(self) -> None:
         """Handle the first Ctrl-C. Rollouts without any answer are cancelled at once."""
         self.source.halt(Stop("interrupted", "interrupted"))
         if self.images is not None:

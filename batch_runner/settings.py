@@ -8,10 +8,10 @@ import os
 import re
 import shlex
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hermes_rl.aio import run_sync
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
@@ -21,6 +21,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
 from hermes_rl.models.providers import collect_keys
+from hermes_rl.models.rate import JointLimits
 from hermes_rl.sources import dataset_name
 from hermes_rl.store import RunDir
 from hermes_rl.wiring import identity_of, with_offers
@@ -77,6 +78,18 @@ async def open_hosts(shared: Hosts | None = None) -> AsyncIterator[Hosts]:
         yield Hosts(stack)
 
 
+class Joint(Protocol):
+    """What runs at the same time share; see `batch_runner.joint`."""
+
+    limits: JointLimits
+
+    def add(self, member: Any) -> None:
+        """Add a run that begins."""
+
+    def ray(self, workers: int) -> AbstractContextManager[Any]:
+        """Like `connect_ray`."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """A configuration with all settings resolved."""
@@ -95,6 +108,8 @@ class Settings:
     """The environment whose tasks are run, if any."""
     hosts: Hosts | None = None
     """Environments of this process, after the start of the run."""
+    joint: Joint | None = None
+    """Runs at the same time, if any."""
 
     @property
     def resume(self) -> str:

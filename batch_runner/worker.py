@@ -383,6 +383,9 @@ def _reduce_garbage_collection() -> Iterator[None]:
     """Collect garbage less often, and never loaded modules. Undone at the end, because a run
     without Ray shares the process of its caller."""
     before = gc.get_threshold()
+    if before == GC_THRESHOLDS:  # another run does this
+        yield
+        return
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     try:

@@ -1,9 +1,9 @@
 """`hermes-rl eval`: models on a dataset, an environment or a known benchmark, with intervals.
 
-Each model has a run directory. The models take turns: all run the first tasks (the pilot), then all
-the next ones, so that what changes at a provider during the evaluation changes it for all of them.
-Growing `dataset.limit` resumes a run, so an evaluation that was stopped resumes with the same
-command.
+Each model has a run directory. All models run the first tasks (the pilot) at the same time, then
+the next ones, and share the limits of their endpoints, so that what changes at a provider during
+the evaluation changes it for all of them. Growing `dataset.limit` resumes a run, so an evaluation
+that was stopped resumes with the same command.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from hermes_rl.cli import run_command as run
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
+    from batch_runner import Report
     from hermes_rl.config import RunConfig
     from hermes_rl.evals import Comparison, Summary
 
 ROUNDS = 8
-"""Turns of each model after the pilot."""
+"""Rounds after the pilot."""
 PILOT_SHARE, PILOT_TASKS = 0.1, 8
 LEAST_TASKS = 30
 """Tasks before which no interval stops an evaluation."""
-
-LEAST_USD = 1e-9
-"""A budget must be above 0; no call is as cheap."""
 
 _ABSENT = ("dataset", "model", "out", "pilot", "limit", "dry_run")
 _EVAL = run.load_options("eval")
@@ -59,11 +57,7 @@ def _work(values: dict[str, Any]) -> int:
         raise UserError("nothing to evaluate. Name it: hermes-rl eval humaneval --model local")
     evaluation = _prepare(values)
     for number, size in enumerate(_sizes(evaluation.tasks)):
-        for model, config in evaluation.configs.items():
-            sized = {**config.dataset.model_dump(), "limit": size}
-            config = config.model_copy(update={"dataset": type(config.dataset)(**sized)})
-            config = _with_budget(evaluation, model, config, values["max_usd"])
-            report = _run(config, f"{model}: {size:,} of {evaluation.tasks:,} tasks")
+        for report in _run_round(evaluation, size, values["max_usd"]):
             if report.exit_code not in (ExitCode.DONE, ExitCode.GIVEN_UP):
                 run.print_lines(report.lines())
                 if "budget" in str(report.detail) and values["max_usd"] is not None:
@@ -96,6 +90,8 @@ def _prepare(values: dict[str, Any]) -> _Evaluation:
     models = ["oracle"] if stored else values["models"]
     if not models:
         raise UserError("no model. Name one or more: hermes-rl eval humaneval --model local")
+    if values["max_usd"] is not None and data.get("run", {}).get("budget_usd") is not None:
+        raise UserError("--budget-usd is for each model, --max-usd for all together. Use one")
     evaluation = _evaluation(values, data)
     for model in dict.fromkeys(models):
         name = evaluation.prefix.rstrip(".") or model
@@ -190,33 +186,24 @@ def _sizes(tasks: int) -> list[int]:
     return sorted({pilot, *(tasks - math.floor(step * left) for left in range(ROUNDS))})
 
 
-def _run(config: RunConfig, note: str) -> Any:
-    from batch_runner import default_progress, run_batch
+def _run_round(evaluation: _Evaluation, size: int, max_usd: float | None) -> Iterator[Report]:
+    """Run all models on the first `size` tasks at the same time. Embedded models take turns, since
+    they compete for this machine."""
+    from batch_runner import arun_jointly, default_progress
+    from hermes_rl.aio import run_sync
+    from hermes_rl.config import LOCAL_MODELS
 
-    progress = default_progress()
-    progress.note(note)
-    return run_batch(config, progress=progress)
-
-
-def _with_budget(
-    evaluation: _Evaluation, model: str, config: RunConfig, limit: float | None
-) -> RunConfig:
-    """The run with what the other models have left of `limit` (US dollars) as its budget, which
-    includes its own earlier starts. Without all prices there is none: the pilot ends it."""
-    from batch_runner import earlier_cost
-
-    if limit is None:
-        return config
-    others = 0.0
-    for name, one in evaluation.configs.items():
-        cost = earlier_cost(one)
-        if cost is None:
-            return config
-        others += cost if name != model else 0.0
-    left = max(limit - others, LEAST_USD)
-    budget = min(left, config.run.budget_usd or left)
-    run_settings = config.run.model_copy(update={"budget_usd": budget})
-    return config.model_copy(update={"run": run_settings})
+    sized = {
+        model: config.model_copy(
+            update={"dataset": config.dataset.model_copy(update={"limit": size})}
+        )
+        for model, config in evaluation.configs.items()
+    }
+    alone = [{m: sized.pop(m)} for m in evaluation.configs if m in LOCAL_MODELS]
+    for configs in (sized, *alone) if sized else alone:
+        progress = default_progress()
+        progress.note(f"{', '.join(configs)}: {size:,} of {evaluation.tasks:,} tasks")
+        yield from run_sync(arun_jointly(configs, progress=progress, budget_usd=max_usd)).values()
 
 
 def _stop_after_pilot(evaluation: _Evaluation, values: Mapping[str, Any]) -> bool:

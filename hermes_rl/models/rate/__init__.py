@@ -50,13 +50,14 @@ if TYPE_CHECKING:
     )
     from hermes_rl.models.rate.coordinator import (
         Coordinator,
+        JointLimits,
         LaneSummary,
         Orders,
         Summary,
         divide_slots,
     )
     from hermes_rl.models.rate.headers import KINDS, Quota, read_quotas, seconds_until_reset
-    from hermes_rl.models.rate.ledger import CALLS, Costs, units_allowed_to_spend
+    from hermes_rl.models.rate.ledger import CALLS, Costs, Ledger, units_allowed_to_spend
     from hermes_rl.models.rate.limiter import (
         Announced,
         Cooldown,

@@ -599,17 +599,30 @@ class AdaptiveRate:
         maximum: of requests in flight.
         start: initial limit of slow start.
         rates: known limits; others are learned.
+        beside: a lane with which this one shares concurrency and pace.
     """
 
     def __init__(
-        self, maximum: int, now: float, *, start: int = 32, rates: Rates = Rates()
+        self,
+        maximum: int,
+        now: float,
+        *,
+        start: int = 32,
+        rates: Rates = Rates(),
+        beside: AdaptiveRate | None = None,
     ) -> None:
         self.concurrency = AdaptiveConcurrency(maximum, start, now=now)
         self.buckets = Buckets(rates, now)
         self.pace = Pace(now)
+        if beside is not None:
+            self.concurrency, self.pace = beside.concurrency, beside.pace
 
-    def update(self, events: Events, now: float) -> None:
-        """Process events. Refusals of one update count as one."""
+    def update(self, events: Events, now: float, *, pace_share: float = 1.0) -> None:
+        """Process events. Refusals of one update count as one.
+
+        Args:
+            pace_share: of this lane.
+        """
         for _ in range(events.clean):
             self.concurrency.note_ended("clean", now)
         if events.trouble:
@@ -621,4 +634,5 @@ class AdaptiveRate:
         self.pace.update(now, events)
         if events.quotas:
             self.buckets.learn(events.quotas, now)
-        self.buckets.set_pace(self.pace.rate(now), now)
+        pace = self.pace.rate(now)
+        self.buckets.set_pace(None if pace is None else pace * pace_share, now)

@@ -1,7 +1,7 @@
 """The driver's side of rates and budgets: one limit for all workers, divided by their demand. Pure.
 
 A lane is one endpoint, account and model. Each worker's report is answered by a grant, which holds
-until the next one.
+until the next one. Several runs may share limits, see `JointLimits`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import msgspec
 
 from hermes_rl.models.rate.adaptive import AdaptiveRate, Change, Rates
+from hermes_rl.models.rate.budgets import RUN_USD
 from hermes_rl.models.rate.headers import Kind
 from hermes_rl.models.rate.ledger import Ledger
 from hermes_rl.models.rate.limiter import Announced, LaneGrant, LaneReport, Unanswered
@@ -111,17 +113,25 @@ class _WorkerShare:
 
 
 class _Lane:
-    """Invariant: grants never raise the slots in use above the limit."""
+    """Invariant: grants never raise the slots in use above the limit.
 
-    def __init__(self, name: str, rate: AdaptiveRate) -> None:
+    Args:
+        joined: the lanes with the same limit of requests in flight and the same pace; this one is
+            added.
+    """
+
+    def __init__(self, name: str, rate: AdaptiveRate, joined: list[_Lane]) -> None:
         self.name, self.rate = name, rate
-        self.model = name.split("|", 2)[2]
+        self.endpoint, self.account, self.model = name.split("|", 2)
         self.parts: dict[str, _WorkerShare] = {}
+        self.joined = joined
+        joined.append(self)
         self.counts = {"clean": 0, "throttled": 0, "trouble": 0}
 
     def update(self, worker: str, report: LaneReport, now: float) -> None:
         """Process a worker's report."""
-        if self.parts and now - max(p.reported_at for p in self.parts.values()) > STOPPED_S:
+        known = self._joined_parts().values()
+        if known and now - max(p.reported_at for p in known) > STOPPED_S:
             self.rate.pace.restart(now)
         part = self.parts.setdefault(worker, _WorkerShare(report))
         part.report, part.reported_at = report, now
@@ -134,18 +144,34 @@ class _Lane:
         for kind, bucket in self.rate.buckets.by_kind.items():
             bucket.fill(now)
             bucket.balance = min(bucket.capacity, bucket.balance + report.balance.get(kind, 0.0))
-        self.rate.concurrency.note_started(sum(p.report.peak for p in self.parts.values()))
-        running = sum(p.report.events.running for p in self.parts.values())
-        self.rate.update(msgspec.structs.replace(report.events, running=running), now)
+        every = self._joined_parts().values()
+        self.rate.concurrency.note_started(sum(p.report.peak for p in every))
+        running = sum(p.report.events.running for p in every)
+        in_use = sum(any(p.report.demand for p in lane.parts.values()) for lane in self.joined)
+        self.rate.update(
+            msgspec.structs.replace(report.events, running=running),
+            now,
+            pace_share=1 / (in_use or 1),
+        )
+
+    def _joined_parts(self) -> dict[str, _WorkerShare]:
+        """The parts of all joined lanes."""
+        return {
+            f"{worker} {lane.model}": part
+            for lane in self.joined
+            for worker, part in lane.parts.items()
+        }
 
     def grant(self, worker: str, now: float, orders: Orders = Orders()) -> LaneGrant:
         """Return a worker's grant; in a pause no request may start."""
         part, limit = self.parts[worker], 0 if orders.paused else self.rate.concurrency.limit
         part.granted = orders
-        shares = divide_slots(limit, {n: p.report.demand for n, p in self.parts.items()}, int(now))
-        others = [p for name, p in self.parts.items() if name != worker]
-        part.slots = max(0, min(shares[worker], limit - sum(p.out for p in others)))
+        every, key = self._joined_parts(), f"{worker} {self.model}"
+        shares = divide_slots(limit, {n: p.report.demand for n, p in every.items()}, int(now))
+        taken = sum(p.out for p in every.values() if p is not part)
+        part.slots = max(0, min(shares[key], limit - taken))
         part.out = max(part.out, part.slots)
+        others = [p for p in self.parts.values() if p is not part]
         answered = max((p.answered_at for p in others if p.answered_at is not None), default=None)
         buckets = self.rate.buckets.by_kind
         return LaneGrant(
@@ -179,10 +205,9 @@ class _Lane:
 
     def summary(self) -> LaneSummary:
         """Return the state of the lane."""
-        endpoint, account, _ = self.name.split("|", 2)
         return LaneSummary(
-            endpoint=endpoint,
-            account=account,
+            endpoint=self.endpoint,
+            account=self.account,
             model=self.model,
             limit=self.rate.concurrency.limit,
             limits=self.rate.concurrency.history.changes,
@@ -211,6 +236,34 @@ class _Lane:
         )
 
 
+class JointLimits:
+    """What several runs share: at each endpoint and account all models have one limit of requests
+    in flight and one pace, which they divide evenly; limits in headers count for their model.
+
+    Args:
+        usd: the budget of all runs together, in nanodollars; None for a budget of each run.
+    """
+
+    def __init__(self, usd: Ledger | None = None) -> None:
+        self.usd = usd
+        self._lanes: dict[str, _Lane] = {}
+        self._runs = count()
+
+    def join(self) -> str:
+        """Return a prefix for the names of a further run's workers."""
+        return f"{next(self._runs)}:"
+
+    def lane(self, name: str, make: Callable[[AdaptiveRate | None], AdaptiveRate]) -> _Lane:
+        """Return a lane, which all runs share that call this model."""
+        if name not in self._lanes:
+            place = name.split("|", 2)[:2]
+            beside = (o for o in self._lanes.values() if [o.endpoint, o.account] == place)
+            first = next(beside, None)
+            rate = make(None if first is None else first.rate)
+            self._lanes[name] = _Lane(name, rate, [] if first is None else first.joined)
+        return self._lanes[name]
+
+
 class Coordinator:
     """Answers the reports of a run's workers.
 
@@ -222,6 +275,7 @@ class Coordinator:
         unix: the time of day.
         start: initial limit of slow start.
         rates: known limits per minute.
+        joint: what other runs share with this one.
     """
 
     def __init__(
@@ -234,17 +288,21 @@ class Coordinator:
         unix: Callable[[], float],
         start: int = 32,
         rates: Rates = Rates(),
+        joint: JointLimits | None = None,
     ) -> None:
+        self._joint, self._prefix = joint, "" if joint is None else joint.join()
         self.ledgers = {
             name: Ledger(name, limit, spent.get(name, 0), maximum)
             for name, limit in budgets.items()
         }
+        if joint is not None and joint.usd is not None and RUN_USD in budgets:
+            self.ledgers[RUN_USD] = joint.usd
         self._lanes: dict[str, _Lane] = {}
         self.orders: Callable[[str], Orders] = lambda model: Orders()
         """What a trainer wants of a model's workers; asked for each grant."""
         self._clock, self._cooldowns = clock, Cooldowns(unix)
-        self._make_rate: Callable[[], AdaptiveRate] = lambda: AdaptiveRate(
-            maximum, clock(), start=start, rates=rates
+        self._make_rate: Callable[[AdaptiveRate | None], AdaptiveRate] = lambda beside: (
+            AdaptiveRate(maximum, clock(), start=start, rates=rates, beside=beside)
         )
 
     @property
@@ -254,36 +312,45 @@ class Coordinator:
 
     def handle(self, report: Report) -> Grant:
         """Process a worker's report and return its grant."""
-        now = self._clock()
+        now, worker = self._clock(), self._prefix + report.worker
         self._cooldowns.update(report.cooldowns)
         for lane_report in report.lanes:
-            if lane_report.lane not in self._lanes:
-                self._lanes[lane_report.lane] = _Lane(lane_report.lane, self._make_rate())
-            self._lanes[lane_report.lane].update(report.worker, lane_report, now)
+            self._lane(lane_report.lane).update(worker, lane_report, now)
         for lease in report.leases:
-            self.ledgers[lease.budget].update(report.worker, lease)
+            self.ledgers[lease.budget].update(worker, lease)
         if report.leaving:
             self.remove(report.worker)
             return Grant()
         lanes = [
-            lane.grant(report.worker, now, self.orders(lane.model))
+            lane.grant(worker, now, self.orders(lane.model))
             for lane in (self._lanes[lane_report.lane] for lane_report in report.lanes)
         ]
-        leases = (self.ledgers[lease.budget].grant(report.worker) for lease in report.leases)
+        leases = (self.ledgers[lease.budget].grant(worker) for lease in report.leases)
         return Grant(lanes=tuple(lanes), leases=tuple(leases), cooldowns=self._cooldowns.current())
+
+    def _lane(self, name: str) -> _Lane:
+        if name not in self._lanes:
+            joint, make = self._joint, self._make_rate
+            found = _Lane(name, make(None), []) if joint is None else joint.lane(name, make)
+            self._lanes[name] = found
+        return self._lanes[name]
 
     def behind(self, model: str) -> list[str]:
         """Return the workers that do not obey the present orders for a model yet."""
         lanes = [lane for lane in [*self._lanes.values()] if lane.model == model]
         parts = [part for lane in lanes for part in [*lane.parts.items()]]
-        return [worker for worker, part in parts if part.obeys != self.orders(model)]
+        return [
+            worker.removeprefix(self._prefix)
+            for worker, part in parts
+            if part.obeys != self.orders(model)
+        ]
 
     def remove(self, worker: str) -> None:
         """Remove a worker: its slots are free, and its leases count as spent."""
         for lane in self._lanes.values():
-            lane.parts.pop(worker, None)
+            lane.parts.pop(self._prefix + worker, None)
         for ledger in self.ledgers.values():
-            ledger.remove(worker)
+            ledger.remove(self._prefix + worker)
 
     def summary(self) -> Summary:
         """Return the state of all lanes and budgets."""
