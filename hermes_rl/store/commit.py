@@ -185,6 +185,19 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
     return None
 
 
+def part_faults(run_dir: RunDir, commit: Commit, seen: set[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield the parts of a commit that are not what was committed, by their digests.
+
+    Args:
+        seen: parts to skip, since a merged part has the rows of many batches; extended.
+    """
+    for part in commit.parts:
+        place, _ = find_part(run_dir, commit.stem, part)
+        if place not in seen and (fault := part_fault(run_dir, commit.stem, part, content=True)):
+            yield place, fault
+        seen.add(place)
+
+
 def _is_published(run_dir: RunDir, stem: str) -> bool:
     """Whether a batch is committed and its parts are intact."""
     if not run_dir.committed(stem):

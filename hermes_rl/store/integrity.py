@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.commit import part_fault, read_commit
+from hermes_rl.store.commit import part_faults, read_commit
 from hermes_rl.store.files import read_payloads
 from hermes_rl.store.reader import find_driver, load_run
 from hermes_rl.store.recovery import (
@@ -24,7 +24,6 @@ from hermes_rl.store.rundir import FOLDERS, TABLES, RunDir, order_of
 from hermes_rl.store.snapshots import (
     compaction_fault,
     compaction_names,
-    find_part,
     merged_by_stem,
     read_compactions,
 )
@@ -110,13 +109,7 @@ def _commit_faults(run_dir: RunDir, stem: str, seen: set[Path]) -> Iterator[Faul
     if commit.stem != stem:
         yield place, f"is the commit of {commit.stem}"
         return
-    for part in commit.parts:
-        place, _ = find_part(run_dir, stem, part)
-        if place in seen:
-            continue  # a merged part, which has the rows of many batches
-        seen.add(place)
-        if fault := part_fault(run_dir, stem, part, content=True):
-            yield place, fault
+    yield from part_faults(run_dir, commit, seen)
 
 
 def _journal_faults(run_dir: RunDir) -> Iterator[Fault]:

@@ -15,7 +15,14 @@ from hermes_rl.errors import StoreError, UserError
 from hermes_rl.events import AttemptKey
 from hermes_rl.input_errors import nearest_file
 from hermes_rl.locks import try_lock
-from hermes_rl.store.commit import BatchSummary, Commit, read_commits, rows_of
+from hermes_rl.store.commit import (
+    BatchSummary,
+    Commit,
+    part_faults,
+    read_commit,
+    read_commits,
+    rows_of,
+)
 from hermes_rl.store.files import read_payloads
 from hermes_rl.store.html import TrajectoryRow, facts_html
 from hermes_rl.store.journal import Dispatched
@@ -110,14 +117,16 @@ class _Planned(msgspec.Struct):
 _decode_planned = msgspec.json.Decoder(_Planned).decode
 
 
-def load_run(path: str | Path, *, pending: bool = True) -> Run:
+def load_run(path: str | Path, *, pending: bool = True, verify: bool = False) -> Run:
     """Open a run directory for analysis.
 
     Args:
         path: the run directory, which may be in use.
         pending: include rows that are finished but not published yet.
+        verify: compare every committed Parquet file with its sha256 first, which reads all of them.
 
-    Raises: UserError when there is no run; StoreError when it is of a newer version.
+    Raises: UserError when there is no run; StoreError when it is of a newer version, or, with
+    `verify`, when a file is missing or is not what was committed.
     """
     run_dir = RunDir(path)
     epochs = run_dir.epochs()
@@ -127,6 +136,11 @@ def load_run(path: str | Path, *, pending: bool = True) -> Run:
         raise UserError(
             f"{path} is not a run directory (no epochs/){instead}. Give the path of a run"
         )
+    if verify:
+        seen: set[Path] = set()
+        for commit in (read_commit(run_dir, stem) for stem in run_dir.commit_stems()):
+            for place, fault in part_faults(run_dir, commit, seen):
+                raise StoreError(f"{place} {fault}. See hermes-rl check {path}")
     return Run(run_dir, pending=pending, max_attempts=run_dir.epoch(epochs[-1]).max_attempts)
 
 

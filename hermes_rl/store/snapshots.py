@@ -192,13 +192,17 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
             shutil.rmtree(place)
             continue
         merged = {one.stem for one in read_compaction(run_dir, number).merged}
+        replaced = _replaced(run_dir, number)
         for table in TABLES:
             waits = _folder(run_dir, number, table)
             if waits.is_dir() and any(stem_of(p) in merged for p in waits.iterdir()):
+                _link_others(run_dir, run_dir.path / table, waits, replaced)
                 exchange(waits, run_dir.path / table)
                 run_dir.crash("compact-4-exchanged")
                 run_dir.storage.sync_path(place)
                 run_dir.storage.sync_path(run_dir.path)
+            if waits.is_dir():
+                _link_others(run_dir, waits, run_dir.path / table, replaced)
             for old in waits.glob("*.parquet"):  # recursive globs of some readers look here, too
                 old.rename(f"{old}.old")
         run_dir.crash("compact-5-switched")
@@ -206,6 +210,26 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
             shutil.rmtree(place)
             run_dir.crash("compact-6-removed")
     _forget_superseded(run_dir)
+
+
+def _replaced(run_dir: RunDir, number: int) -> set[str]:
+    """The stems of batches, and of merged parts, whose rows are in the parts of a snapshot."""
+    batches = {stem for one in read_compaction(run_dir, number).merged for stem in one.of}
+    older = [m for c in read_compactions(run_dir) if c.number < number for m in c.merged]
+    return batches | {one.stem for one in older if batches.issuperset(one.of)}
+
+
+def _link_others(run_dir: RunDir, source: Path, target: Path, replaced: set[str]) -> None:
+    """Link the files that a snapshot does not replace and that the other folder lacks: a writer
+    that could not be fenced published them after the staging. Before the exchange, so that readers
+    never miss them, and after it for the time between."""
+    there = set(os.listdir(target))
+    late = [f for f in source.glob("*.parquet") if f.name not in there]
+    late = [f for f in late if stem_of(f) not in replaced]
+    for file in late:
+        os.link(file, target / file.name)
+    if late:
+        run_dir.storage.sync_path(target)
 
 
 def _forget_superseded(run_dir: RunDir) -> None:

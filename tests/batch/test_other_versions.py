@@ -1,5 +1,6 @@
 """Runs of earlier versions resume, although the keys of configurations have changed."""
 
+import asyncio
 import json
 import tarfile
 from collections.abc import Callable, Mapping
@@ -142,10 +143,16 @@ def test_a_run_of_version_1_is_shown_checked_and_exported(
     assert "echo no > out.txt" in (tmp_path / "openai").read_text()
 
 
+@pytest.mark.parametrize("merged", [False, True])
 async def test_a_run_of_version_1_resumes_and_keeps_its_rows(
-    old_run: Path, server: FakeServer, capsys: pytest.CaptureFixture[str]
+    old_run: Path, server: FakeServer, capsys: pytest.CaptureFixture[str], merged: bool
 ) -> None:
     before = final_rows(old_run)
+    if merged:
+        assert await asyncio.to_thread(main, ["compact", "run", "--keep-old", "0"]) == ExitCode.DONE
+        assert len(list(old_run.glob("trajectories/*.parquet"))) == 1
+        assert final_rows(old_run) == before
+        assert main(["check", "run"]) == ExitCode.DONE, capsys.readouterr().out
     config = json.loads(Path("config.yaml").read_text())
     config["endpoint"] = {"base_url": server.base_url, "tokens": "off"}
     report = await arun_batch(config, progress=Silent())

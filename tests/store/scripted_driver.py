@@ -1,14 +1,16 @@
 """A driver without models, for kills: `play(...)` runs all units of a scripted plan.
 
 As a program it is a server that forks one driver per line on its standard input, so that a kill
-costs milliseconds. It has imported everything that a driver imports late, such as pyarrow and
-pandas."""
+costs milliseconds. `play(do="compact", ...)` merges instead, `play(do="stall", ...)` leaves a
+suspended writer, and `play(do="wake", pid=...)` lets it continue. The server has imported
+everything that a driver imports late, such as pyarrow and pandas."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -23,12 +25,14 @@ import pyarrow.parquet  # noqa: F401
 import scripted_rows
 
 from hermes_rl.store import (
+    CrashHook,
     Driver,
     JournalWriter,
     OpenOptions,
     PartWriter,  # noqa: F401
     Publisher,
     SealPolicy,
+    compact_run,
     open_run,
     write_stats,
 )
@@ -112,19 +116,65 @@ async def run_units(plan: Plan, driver: Driver, journal: JournalWriter, log: Att
             group.create_task(unit(number))
 
 
+async def stall(plan: Plan) -> None:
+    """A driver that dies after its dispatches, and its worker, which outlives it and is suspended
+    at a crash point."""
+    path = Path(plan.path)
+    log = AttemptLog(path.with_name(path.name + ".log"))
+    driver = await open_run(path, scripted_rows.CONFIG, None, OpenOptions(grace_s=0.1))
+    tried = {n: driver.ledger.next_attempt(scripted_rows.unit_id(n)) for n in range(plan.units)}
+    todo = [n for n in tried if driver.ledger.disposition(scripted_rows.unit_id(n)) == "open"]
+    policy = SealPolicy(rows=ROWS_PER_BATCH)
+    async with JournalWriter(driver.run_dir, driver.epoch, 1, policy=policy) as journal:
+        for number in todo:
+            item = scripted_rows.make_item(number, tried[number], driver.epoch)
+            driver.dispatch(item, journal.writer)
+            log.note("started", number, driver.epoch, tried[number])
+        driver.release()
+        publisher = Publisher(journal)
+        for number in todo:
+            cause = plan.cause(number, tried[number])
+            made = scripted_rows.make_finished(number, tried[number], driver.epoch, cause=cause)
+            recorder = journal.recorder(made.key)
+            for event in scripted_rows.make_events(
+                number, tried[number], driver.epoch, cause=cause
+            ):
+                recorder.record(event)
+            await journal.finish(made)
+            if journal.full.is_set():
+                await publisher.drain()
+        await publisher.drain()
+
+
+def work(do: str, order: dict[str, Any]) -> None:
+    """What a forked process does."""
+    if do == "compact":
+        compact_run(grace_s=0.0, **order)
+    elif do == "stall":
+        CrashHook.die = lambda hook: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+        asyncio.run(stall(Plan(**order)))
+    else:
+        asyncio.run(play(Plan(**order)))
+
+
 def fork(order: dict[str, Any]) -> int:
-    """Play in a forked process; returns its exit status, negative for a signal."""
-    pid = os.fork()
+    """Play in a forked process; returns its exit status, negative for a signal. Of a process that
+    is suspended, returns the id."""
+    do = order.pop("do", "play")
+    pid = int(order.pop("pid", 0)) or os.fork()
     if pid == 0:
         code = 1
         try:
             os.environ["HERMES_RL_CRASH_AT"] = order.pop("crash_at", "")
-            asyncio.run(play(Plan(**order)))
+            work(do, order)
             code = 0
         except BaseException:
             traceback.print_exc()
         os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if do == "wake":
+        os.kill(pid, signal.SIGCONT)
+    status = os.waitpid(pid, os.WUNTRACED)[1]
+    return pid if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
 
 
 def serve() -> None:

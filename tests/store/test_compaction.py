@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from scripted_driver import Plan
-from scripted_rows import CONFIG, Play
+from scripted_rows import CONFIG, Play, make_finished
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import (
@@ -24,9 +24,12 @@ from hermes_rl.store import (
     TABLES,
     RunDir,
     compact_run,
+    encode,
+    encode_line,
     file_faults,
     load_run,
     open_run,
+    publish_batch,
     repair_run,
     schema_of,
 )
@@ -117,6 +120,32 @@ def test_killed_while_merging(
     assert faults(finished) == []
     assert len(list(finished.glob("trajectories/*.parquet"))) == 1
     assert not list((finished / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("point", "earlier"), [("compact-3-recorded", True), ("compact-4-exchanged", False)]
+)
+def test_a_late_batch_survives_an_interrupted_merge(
+    play: Play, finished: Path, point: str, earlier: bool
+) -> None:
+    """A writer that could not be fenced publishes between the kill of a merge and its end."""
+    if earlier:
+        compact_run(finished, grace_s=0)
+        assert play(path=finished, units=18) == 0
+    merge = [sys.executable, "-c", MERGE, str(finished)]
+    environment = {**os.environ, CRASH_VARIABLE: f"{point}:1"}
+    assert subprocess.run(merge, env=environment, check=False).returncode == -signal.SIGKILL
+    units, late = glob_units(finished), [make_finished(n) for n in (90, 91, 95)]
+    done = finished.parent / "done-9.jsonl"
+    done.write_bytes(b"".join(encode_line(encode(row)) for row in late))
+    publish_batch(RunDir(finished), done, "1-0-9")
+    compact_run(finished, grace_s=0, small=0)
+    units.update(row.key.unit_id for row in late)
+    for _ in range(2):
+        assert glob_units(finished) == units
+        assert Counter(load_run(finished).trajectories["unit_id"]) == units
+        assert faults(finished) == []
+        compact_run(finished, grace_s=0)
 
 
 def test_globs_read_every_row_once_at_any_moment(finished: Path) -> None:

@@ -8,10 +8,20 @@ from typing import Any
 
 import invariants as checks
 import pyarrow.parquet as pq
+import pytest
 import scripted_rows
 from scripted_rows import Play, run_attempt
 
-from hermes_rl.store import Batch, JournalWriter, Publisher, SealPolicy, load_run, open_run
+from hermes_rl.errors import StoreError
+from hermes_rl.store import (
+    Batch,
+    JournalWriter,
+    Publisher,
+    SealPolicy,
+    compact_run,
+    load_run,
+    open_run,
+)
 
 
 async def test_reading_during_a_run(run_path: Path) -> None:
@@ -97,3 +107,25 @@ async def test_a_batch_is_published_by_age(run_path: Path) -> None:
         assert journal.stems.empty()
         assert await asyncio.wait_for(journal.stems.get(), 20) == "1-0-0"
         publishing.cancel()
+
+
+async def test_digests_are_verified_on_demand(run_path: Path) -> None:
+    """A changed value in a file that is still readable, and a missing file."""
+    async with (
+        await open_run(run_path, scripted_rows.CONFIG) as driver,
+        JournalWriter(driver.run_dir, 1, 0) as journal,
+    ):
+        for number in range(7):
+            await run_attempt(driver, journal, number)
+        await Publisher(journal).drain()
+    assert len(load_run(run_path, verify=True).trajectories) == 7
+    compact_run(run_path, grace_s=0)
+    part = run_path / "trajectories" / "part-1-0-0.parquet"
+    pq.write_table(pq.read_table(part).slice(1), part)
+    assert len(load_run(run_path).trajectories) == 6
+    message = f"{part} has {part.stat().st_size} bytes, but .* were committed"
+    with pytest.raises(StoreError, match=message + f". See hermes-rl check {run_path}"):
+        load_run(run_path, verify=True)
+    part.unlink()
+    with pytest.raises(StoreError, match=f"{part} is missing, but its batch is committed"):
+        load_run(run_path, verify=True)
