@@ -4,9 +4,10 @@ A published file is whole or absent: temporary name, fsync, rename, fsync of the
 file is only appended to. Each of its lines is `LENGTH CRC32 JSON\\n`: the length of the JSON in
 bytes, and 8 hex digits of checksum.
 
-A kill leaves an incomplete last line. A power loss loses pages that were not yet on disk: they read
-as zeros, even before later pages. Any other bad line is damage and is reported. `synced` in a line
-is the number of bytes of its file that were on disk before; zeros in them are damage, too.
+A kill leaves an incomplete last line, without its newline. A power loss loses pages that were not
+yet on disk: they read as zeros, even before later pages. Any other bad line is damage and is
+reported. `synced` in a line is the number of bytes of its file that were on disk before; zeros in
+them are damage, too.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def read_payloads(path: Path, *, strict: bool = True) -> Iterator[bytes]:
         strict: False skips damaged lines (repair).
 
     Raises: FileNotFoundError; StoreError for anything but a file; DamagedFile for a bad line that
-        is neither the last one nor an unwritten page, when `strict`.
+        is neither a last one without its newline nor an unwritten page, when `strict`.
     """
     unwritten: tuple[int, int] | None = None
     for number, offset, line, last in _lines(path):
@@ -80,7 +81,7 @@ def read_payloads(path: Path, *, strict: bool = True) -> Iterator[bytes]:
             yield payload
         elif strict and b"\0\0" in line:  # a flipped bit gives at most one zero byte
             unwritten = unwritten or (number, offset)
-        elif strict and not last:
+        elif strict and (not last or line.endswith(b"\n")):  # a torn line lacks its newline
             raise DamagedFile(path, number, offset)
 
 

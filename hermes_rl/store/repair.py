@@ -210,13 +210,15 @@ def _belongs_here(made: Commit, known: set[AttemptKey]) -> bool:
 
 
 def _is_readable(path: Path) -> bool:
+    """Whether readers accept a part: all its columns, with their declared types and lengths."""
     try:
         with pq.ParquetFile(path) as file:
-            for _ in file.iter_batches(64):
-                pass
+            found = pq.read_table(path, schema=schema_of(path.parent.name))
+            found.validate(full=True)
+            rows: int = file.metadata.num_rows
     except (OSError, pa.ArrowException, ValueError):
         return False
-    return True
+    return bool(found.num_rows == rows)
 
 
 _TEXTS = {"messages", "message_info", "tools", "image_data", "contexts", "metadata"}

@@ -16,6 +16,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas  # noqa: F401  so that forked drivers need not load it; the same for the next lines
 import pyarrow.compute
@@ -151,8 +152,8 @@ def work(do: str, order: dict[str, Any]) -> None:
     if do == "compact":
         compact_run(grace_s=0.0, **order)
     elif do == "stall":
-        CrashHook.die = lambda hook: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
-        asyncio.run(stall(Plan(**order)))
+        with patch.object(CrashHook, "die", lambda hook: os.kill(os.getpid(), signal.SIGSTOP)):
+            asyncio.run(stall(Plan(**order)))
     else:
         asyncio.run(play(Plan(**order)))
 
