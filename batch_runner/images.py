@@ -118,22 +118,28 @@ def find_missing(settings: Settings) -> ImageBuilds | None:
     path = Path(dataset.path).expanduser()
     if settings.opened is not None or sandbox.backend == "none" or not path.is_dir():
         return None
-    from hermes_rl.sandboxes import ENGINES, Engine, ImageBuilds, build_options, missing_images
+    from hermes_rl.sandboxes import (
+        ENGINES,
+        ImageBuilds,
+        build_options,
+        image_taker,
+        missing_images,
+    )
     from hermes_rl.task_folders import build_contexts
 
     contexts = build_contexts(path, dataset.limit)
-    if sandbox.backend not in ("bubblewrap", *ENGINES):
+    if sandbox.backend not in ("bubblewrap", "apptainer", *ENGINES):
         if contexts:
             raise UserError(
                 f"--sandbox {sandbox.backend} cannot play task folders with a Dockerfile: their "
-                "images are built for bubblewrap, docker and podman on this machine"
+                "images are built for bubblewrap, docker, podman and apptainer on this machine"
             )
         return None
-    engine = Engine(sandbox.backend) if sandbox.backend in ENGINES else None
-    missing = missing_images(contexts, engine)
+    taker = image_taker(sandbox.backend)
+    missing = missing_images(contexts, taker)
     if not missing:
         return None
     how = sandbox.build
     aliases = {name: Path(local).expanduser() for name, local in how.aliases.items()}
     options = build_options(how.env, certificates=how.ca)
-    return ImageBuilds(missing, options, aliases, how.jobs, engine)
+    return ImageBuilds(missing, options, aliases, how.jobs, taker)

@@ -313,12 +313,12 @@ def _build_images(dataset: str, limit: int | None, backend: str) -> None:
     if not path.is_dir():
         return
     from hermes_rl.cli.images_command import build_all
-    from hermes_rl.sandboxes import ENGINES, Engine, ImageBuilds, missing_images
+    from hermes_rl.sandboxes import ImageBuilds, image_taker, missing_images
     from hermes_rl.task_folders import build_contexts
 
-    engine = Engine(backend) if backend in ENGINES else None
-    missing = missing_images(build_contexts(path, limit), engine)
-    build_all(ImageBuilds(missing, engine=engine), sys.stderr)
+    taker = image_taker(backend)
+    missing = missing_images(build_contexts(path, limit), taker)
+    build_all(ImageBuilds(missing, taker=taker), sys.stderr)
 
 
 def _play(rows: list[dict[str, Any]], play: PlayMode, out: Path) -> PlayResult:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         watchdog,
         zygote,
     )
-    from hermes_rl.sandboxes.apptainer import Apptainer, ApptainerSandbox, find_program
+    from hermes_rl.sandboxes.apptainer import Apptainer, ApptainerSandbox, SifImages, find_program
     from hermes_rl.sandboxes.background import Background
     from hermes_rl.sandboxes.base import (
         CommandResult,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from hermes_rl.sandboxes.box import filter_path, launch, marks
     from hermes_rl.sandboxes.bubblewrap import Bubblewrap, BubblewrapSandbox
-    from hermes_rl.sandboxes.builds import ImageBuilds, build_options, missing_images
+    from hermes_rl.sandboxes.builds import ImageBuilds, build_options, image_taker, missing_images
     from hermes_rl.sandboxes.conformance import (
         CHECKS,
         KILL_SHELL,

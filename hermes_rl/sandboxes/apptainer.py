@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from hermes_rl.aio import in_thread
 from hermes_rl.errors import (
@@ -41,6 +45,8 @@ from hermes_rl.sandboxes.files import Beneath
 from hermes_rl.sandboxes.grading import Packing, pack_in_thread
 from hermes_rl.sandboxes.host import HostBackend, HostSandbox
 from hermes_rl.sandboxes.image_changes import Upper
+from hermes_rl.sandboxes.images import SIF_FOLDER, TASK_PREFIX, ImageStore
+from hermes_rl.sandboxes.programs import Programs
 from hermes_rl.sandboxes.session import (
     save_folder,
     start_shell,
@@ -79,6 +85,73 @@ def find_program() -> str:
     if found is None:
         raise SandboxStartError("no apptainer: install the package apptainer, version 1.1 or newer")
     return found
+
+
+@dataclass(frozen=True)
+class Sif:
+    """An image that was built for task folders.
+
+    Args:
+        path: the file that apptainer starts.
+        workdir: where commands start; None is the workspace.
+    """
+
+    path: str
+    workdir: str | None = None
+
+
+class SifImages:
+    """The images of task folders in apptainer's format, beside those of the store. Blocking.
+
+    Args:
+        program: the apptainer that converts them; None takes the one on PATH.
+    """
+
+    def __init__(self, program: str | None = None) -> None:
+        self._program = program
+        self._store = ImageStore()
+        self.folder = self._store.root / SIF_FOLDER
+
+    def find(self, name: str) -> Sif | None:
+        """The image of a name; None when it is not built. It stays while we live."""
+        path = self._path(name)
+        try:
+            workdir = json.loads(path.with_suffix(".json").read_bytes())["workdir"]
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        self._store.hold()
+        return Sif(str(path), workdir)
+
+    def load(self, archive: Path) -> None:
+        """Convert an archive of `docker save`. Raises: BuildFailed, SandboxStartError."""
+        with tarfile.open(archive) as tar:
+            (image,) = _member(tar, "manifest.json")
+            config = _member(tar, image["Config"]).get("config") or {}
+        path = self._path(image["RepoTags"][0].removeprefix("docker.io/library/"))
+        self._store.prepare()
+        self.folder.mkdir(exist_ok=True)
+        made = path.with_suffix(".new")
+        command = [self._program or find_program(), "build", "--force"]
+        try:
+            Programs().run(
+                [*command, str(made), f"docker-archive:{archive}"], f"cannot make {path}"
+            )
+            made.rename(path)
+        finally:
+            made.unlink(missing_ok=True)
+        workdir = config.get("WorkingDir")
+        made.write_text(json.dumps({"workdir": None if workdir in ("", "/") else workdir}))
+        made.rename(path.with_suffix(".json"))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{quote(name, safe='')}.sif"
+
+
+def _member(tar: tarfile.TarFile, name: str) -> Any:
+    file = tar.extractfile(name)
+    assert file is not None
+    return json.load(file)
 
 
 @dataclass(frozen=True)
@@ -270,6 +343,7 @@ class Apptainer(HostBackend):
     def __init__(self, *, state_dir: Path | None = None, program: str | None = None) -> None:
         super().__init__(state_dir)
         self.program = program
+        self._images: SifImages | None = None
 
     def _prepare(self) -> Home:
         """See `HostBackend`."""
@@ -312,23 +386,34 @@ class Apptainer(HostBackend):
                 "or --sandbox bubblewrap"
             )
         home = await self._open()
+        image = await asyncio.to_thread(self._image, spec.image)
         made = home.new_box()
         try:
             folders = Folders(made, home.memory_folder(made))
-            return await self._lease(spec, folders)
+            return await self._lease(spec, image, folders)
         except OSError as error:
             raise SandboxStartError(f"a sandbox cannot be made: {error}") from error
 
-    async def _lease(self, spec: SandboxSpec, folders: Folders) -> ApptainerSandbox:
+    def _image(self, name: str) -> Sif:
+        if not name.startswith(TASK_PREFIX):
+            return Sif(name)
+        if self._images is None:
+            self._images = SifImages(self.program)
+        image = self._images.find(name)
+        if image is None:
+            raise TaskFault(f"image {name!r} is not built on this machine for apptainer")
+        return image
+
+    async def _lease(self, spec: SandboxSpec, image: Sif, folders: Folders) -> ApptainerSandbox:
         try:
             await asyncio.to_thread(folders.make)
             if spec.snapshot is not None:
                 await self._put_back(folders, spec.snapshot.folder)
-            tree, shell = await self._start(spec, folders)
+            tree, shell = await self._start(spec, image, folders)
         except BaseException:
             await asyncio.shield(in_thread(folders.remove))
             raise
-        sandbox = ApptainerSandbox(self, spec, folders, tree, shell)
+        sandbox = ApptainerSandbox(self, spec, image, folders, (tree, shell))
         return await self.admit(sandbox, str(spec.image), sandbox.variables)
 
     async def _put_back(self, folders: Folders, saved: Path) -> None:
@@ -338,19 +423,22 @@ class Apptainer(HostBackend):
         except OSError as error:
             raise SnapshotLost(f"a snapshot cannot be put back: {error}") from error
 
-    async def _start(self, spec: SandboxSpec, folders: Folders) -> tuple[Container, Shell]:
+    async def _start(
+        self, spec: SandboxSpec, image: Sif, folders: Folders
+    ) -> tuple[Container, Shell]:
         control = folders.control
         variables = recipe.environment(recipe.WORKSPACE, spec.env)
         if "PATH" not in spec.env:
             del variables["PATH"]  # the image's
-        (control / "env").write_text(recipe.environment_file(variables, recipe.WORKSPACE, spec.cwd))
+        cwd = spec.cwd or image.workdir
+        (control / "env").write_text(recipe.environment_file(variables, recipe.WORKSPACE, cwd))
         (control / "supervisor").write_text(supervisor_text())
         tag = f"{folders.home.name}:{spec.lease}"
         command = inside(
             f"{recipe.CONTROL}/supervisor", spec.limits, recipe.CONTROL, recipe.STATE, tag
         )
         argv = arguments(
-            str(spec.image),
+            image.path,
             folders.binds(),
             [str(folders.upper.parent)],
             command,
@@ -361,7 +449,7 @@ class Apptainer(HostBackend):
             return self.start(argv, stdio)
 
         paths = ShellPaths(control, recipe.CONTROL, recipe.STATE)
-        return await start_shell(paths, launch, partial(explain, str(spec.image)), Container.follow)
+        return await start_shell(paths, launch, partial(explain, image.path), Container.follow)
 
     async def grade(self, sandbox: ApptainerSandbox, spec: GradingSpec, name: str) -> GradingResult:
         """Run a verifier over what a sandbox left. Raises: SandboxStartError, SandboxDied,
@@ -371,9 +459,12 @@ class Apptainer(HostBackend):
         if spec.image is None:
             changes, places = Upper(folders.upper), (*spec.mounts, recipe.WORKSPACE)
             await in_thread(grading.check_image, sandbox.relied, changes, places)
+        image = sandbox.image
+        if spec.image is not None:
+            image = await asyncio.to_thread(self._image, spec.image)
         try:
             stage.mkdir(mode=0o700)
-            work = partial(self._stage, sandbox, spec, stage)
+            work = partial(self._stage, sandbox, spec, image, stage)
             argv = await pack_in_thread(folders.workspace, work)
 
             async def launch(stdio: socket.socket) -> Container:
@@ -384,14 +475,21 @@ class Apptainer(HostBackend):
             await asyncio.shield(in_thread(remove_tree, stage))
 
     def _stage(
-        self, sandbox: ApptainerSandbox, spec: GradingSpec, stage: Path, packing: Packing
+        self,
+        sandbox: ApptainerSandbox,
+        spec: GradingSpec,
+        image: Sif,
+        stage: Path,
+        packing: Packing,
     ) -> list[str]:
         """Everything that a grading container needs; its command line. Blocks."""
         control, verify, home = (stage / name for name in ("ctl", "verify", "home"))
         temporary = [stage / name for name in ("tmp", "shm")]
         for path in (control, verify, home, *temporary):
             path.mkdir(mode=0o700)
-        variables = sandbox.variables if spec.image is None else {}
+        variables = dict(sandbox.variables) if spec.image is None else {}
+        if image.workdir is not None:
+            variables["WORKDIR"] = image.workdir
         grading.write_stage(control, verify, spec, variables=variables)
         packing.copy(stage / "ws")
         make_overlay(stage / "over")
@@ -409,7 +507,7 @@ class Apptainer(HostBackend):
         below = [f"{sandbox.folders.upper.parent}:ro"] if spec.image is None else []
         tag = f"{sandbox.folders.home.name}:{sandbox.spec.lease}"
         return arguments(
-            spec.image or str(sandbox.spec.image),
+            image.path,
             binds,
             [*below, str(stage / "over")],
             inside(f"{recipe.CONTROL}/start", sandbox.spec.limits, tag),
@@ -436,10 +534,11 @@ class ApptainerSandbox(HostSandbox):
         self,
         backend: Apptainer,
         spec: SandboxSpec,
+        image: Sif,
         folders: Folders,
-        tree: Container,
-        shell: Shell,
+        running: tuple[Container, Shell],
     ) -> None:
+        tree, _ = running
         most = spec.limits
         bounds: dict[str, object] = {
             "address_space_bytes_per_process": most.memory_bytes,
@@ -450,7 +549,8 @@ class ApptainerSandbox(HostSandbox):
         }
         if tree.in_namespace:
             bounds["processes"] = most.processes
-        super().__init__(backend, spec, (tree, shell), bounds, Beneath(folders.workspace))
+        super().__init__(backend, spec, running, bounds, Beneath(folders.workspace))
+        self.image = image
         self.folders = folders
         self.variables = tree.variables
         self._storage = Storage(folders.home, None, most)

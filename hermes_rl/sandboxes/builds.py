@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.locks import lock_within
-from hermes_rl.sandboxes.engine import Engine
+from hermes_rl.sandboxes.apptainer import SifImages
+from hermes_rl.sandboxes.engine import ENGINES, Engine
 from hermes_rl.sandboxes.images import BuildOptions, ImageStore, find_program
 from hermes_rl.sandboxes.programs import BuildFailed
 
@@ -20,6 +21,24 @@ if TYPE_CHECKING:
     from hermes_rl.task_folders import BuildContext
 
 _LOOK_S = 0.2
+
+
+class ImageTaker(Protocol):
+    """What has images beside the store: an engine, or apptainer."""
+
+    def find(self, name: str) -> object | None:
+        """An image that it has; None for none. Raises: SandboxStartError."""
+
+    def load(self, archive: Path) -> None:
+        """Take over an archive of `docker save`. Raises: EngineError, BuildFailed,
+        SandboxStartError."""
+
+
+def image_taker(backend: str) -> ImageTaker | None:
+    """What takes the images of a kind of sandbox; None is the store. Raises: SandboxStartError."""
+    if backend == "apptainer":
+        return SifImages()
+    return Engine(backend) if backend in ENGINES else None
 
 
 def build_options(names: Iterable[str], *, certificates: bool = False) -> BuildOptions:
@@ -41,14 +60,14 @@ def build_options(names: Iterable[str], *, certificates: bool = False) -> BuildO
 
 
 def missing_images(
-    contexts: Mapping[str, BuildContext], engine: Engine | None = None
+    contexts: Mapping[str, BuildContext], taker: ImageTaker | None = None
 ) -> dict[str, BuildContext]:
-    """Those of the images that the store, or an engine, lacks. Blocks.
+    """Those of the images that the store, or a taker, lacks. Blocks.
 
-    Raises: SandboxStartError when the engine does not answer.
+    Raises: SandboxStartError when an engine does not answer.
     """
     store = ImageStore()
-    there = store.find if engine is None else engine.find
+    there = store.find if taker is None else taker.find
     return {name: context for name, context in contexts.items() if there(name) is None}
 
 
@@ -60,7 +79,7 @@ class ImageBuilds:
         contexts: what each image is built from, by its name.
         aliases: name in `FROM` -> a local OCI layout or archive.
         jobs: builds at a time.
-        engine: also takes what is built.
+        taker: takes what is built, in place of the store.
     """
 
     def __init__(
@@ -69,13 +88,13 @@ class ImageBuilds:
         options: BuildOptions | None = None,
         aliases: Mapping[str, Path] | None = None,
         jobs: int = 2,
-        engine: Engine | None = None,
+        taker: ImageTaker | None = None,
     ) -> None:
         self.store = ImageStore()
         self.contexts = contexts
         self._options = options or BuildOptions()
         self._aliases = aliases or {}
-        self._engine = engine
+        self._taker = taker
         self._building = threading.Semaphore(jobs)
         # While as many others are built, finished images are stored.
         self._pool = ThreadPoolExecutor(2 * jobs, thread_name_prefix="image-build")
@@ -109,10 +128,10 @@ class ImageBuilds:
                 while not lock_within(lock.fileno(), _LOOK_S):
                     if store.stopped:
                         raise BuildFailed(f"cannot build {name}: interrupted")
-                if self._engine is None and store.find(name) is not None:
+                if self._taker is None and store.find(name) is not None:
                     return
                 with tempfile.TemporaryDirectory() as folder:
-                    archive = Path(folder, "image") if self._engine is not None else None
+                    archive = Path(folder, "image") if self._taker is not None else None
                     store.build(
                         context.folder,
                         name,
@@ -122,8 +141,8 @@ class ImageBuilds:
                         archive=archive,
                         turn=self._building,
                     )
-                    if self._engine is not None and archive is not None:
-                        self._engine.load(archive)
+                    if self._taker is not None and archive is not None:
+                        self._taker.load(archive)
         except (HermesError, OSError) as error:
             if store.stopped:
                 raise

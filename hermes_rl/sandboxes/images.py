@@ -102,6 +102,12 @@ class BuildOptions:
     """Variables of the commands of `RUN` that a shell runs."""
 
 
+TASK_PREFIX = "task:"
+"""How names of images begin that are built for task folders."""
+SIF_FOLDER = "apptainer"
+"""Folder of the store with images in apptainer's format."""
+
+
 def default_store() -> Path:
     """`HERMES_RL_IMAGES`, else a folder of the machine for root and of the user for others."""
     if named := os.environ.get("HERMES_RL_IMAGES"):
@@ -144,7 +150,7 @@ class ImageStore:
             image = Image.read(path)
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        self._hold()
+        self.hold()
         with contextlib.suppress(OSError):
             os.utime(path)
         return image if all(p.is_dir() for p in self.folders(image)) else None
@@ -169,7 +175,7 @@ class ImageStore:
 
         Raises: UserError when it is none of these, or damaged.
         """
-        self._prepare()
+        self.prepare()
         with self._scratch() as scratch:
             image = self._read(source, scratch)
         return self._keep(image, name)
@@ -184,7 +190,7 @@ class ImageStore:
 
         Raises: UserError when skopeo is missing; BuildFailed when it fails.
         """
-        self._prepare()
+        self.prepare()
         with self._scratch() as scratch:
             to = ["docker://" + reference, f"oci:{scratch / 'oci'}:latest"]
             key = ["--authfile", str(login)] if login else []
@@ -211,7 +217,7 @@ class ImageStore:
 
         Raises: UserError when buildah is missing; BuildFailed when the build fails.
         """
-        self._prepare()
+        self.prepare()
         with self._scratch() as scratch:
             file, shown = _shown(scratch, dockerfile or context / "Dockerfile", options)
             to = f"docker-archive:{archive}:docker.io/library/{name}"
@@ -240,7 +246,7 @@ class ImageStore:
 
         Raises: UserError, BuildFailed.
         """
-        self._prepare()
+        self.prepare()
         kind = _kind(local)
         if kind == "rootfs":
             with tempfile.TemporaryDirectory() as empty:
@@ -255,7 +261,7 @@ class ImageStore:
 
     def lock_file(self, name: str) -> Path:
         """What a process locks while it builds an image."""
-        self._prepare()
+        self.prepare()
         folder = self.root / "build"
         folder.mkdir(exist_ok=True)
         return folder / f"lock.{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -277,7 +283,7 @@ class ImageStore:
 
         Raises: UserError while sandboxes of another process use images.
         """
-        self._prepare()
+        self.prepare()
         with open(self.root / "lock") as lock:
             if self._held >= 0 or not try_lock(lock.fileno()):
                 raise UserError(f"{self.root}: a run uses images now. Prune when it has ended")
@@ -296,6 +302,7 @@ class ImageStore:
                     path.unlink()
                     sizes = dict(zip(image.layers, image.bytes, strict=True))
                     freed += sum(size for layer, size in sizes.items() if self._drop(layer, kept))
+            freed += self._drop_sifs(keep_bytes - sum(kept.values()))
             with self._scratch():
                 pass
             if (self.root / "build").is_dir() and shutil.which("buildah"):
@@ -310,7 +317,20 @@ class ImageStore:
         folder.with_suffix(".json").unlink(missing_ok=True)
         return True
 
-    def _prepare(self) -> None:
+    def _drop_sifs(self, keep_bytes: int) -> int:
+        freed = 0
+        paths = self.root.glob(f"{SIF_FOLDER}/*.sif")
+        for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
+            size = path.stat().st_size
+            keep_bytes -= size
+            if keep_bytes < 0:
+                path.with_suffix(".json").unlink(missing_ok=True)
+                path.unlink()
+                freed += size
+        return freed
+
+    def prepare(self) -> None:
+        """Make the folders of the store."""
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
@@ -321,7 +341,7 @@ class ImageStore:
             path.chmod(0o711)
         (self.root / "lock").touch()
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
         """Keep images from being pruned while this process lives."""
         if self._held < 0:
             self._held = os.open(self.root / "lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -661,7 +681,7 @@ def stored_image(name: str) -> tuple[Image, tuple[Path, ...]]:
     if image is None and (log := store.log(name)).is_file():
         raise TaskFault(f"image {name!r} could not be built. Log: {log}")
     if image is None:
-        how = "build DATASET" if name.startswith("task:") else f"pull {name}"
+        how = "build DATASET" if name.startswith(TASK_PREFIX) else f"pull {name}"
         raise TaskFault(
             f"image {name!r} is neither a folder nor in the store ({store.root}). "
             f"Run: hermes-rl images {how}"

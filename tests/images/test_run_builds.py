@@ -21,10 +21,17 @@ from image_kit import harbor_task
 
 from hermes_rl.cli import main
 from hermes_rl.locks import file_lock
-from hermes_rl.sandboxes import ImageStore
+from hermes_rl.sandboxes import (
+    BuildFailed,
+    ImageBuilds,
+    ImageStore,
+    SifImages,
+    image_taker,
+    missing_images,
+)
 from hermes_rl.store import load_run
 from hermes_rl.task_folders import build_contexts
-from hermes_rl.testing import FakeServer
+from hermes_rl.testing import FakeServer, fake_apptainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -208,7 +215,7 @@ def test_without_buildah_a_run_names_the_package_and_makes_no_call(
                      "Install it: apt install buildah"]  # fmt: skip
 
 
-@pytest.mark.parametrize("sandbox", ["ssh --hosts one.example", "apptainer", "modal"])
+@pytest.mark.parametrize("sandbox", ["ssh --hosts one.example", "modal"])
 def test_dockerfiles_are_refused_in_one_line_where_their_images_cannot_go(
     store: ImageStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], sandbox: str
 ) -> None:
@@ -219,6 +226,43 @@ def test_dockerfiles_are_refused_in_one_line_where_their_images_cannot_go(
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error")]
     kind = sandbox.partition(" ")[0]
     assert line.startswith(f"error: --sandbox {kind} cannot play task folders with a Dockerfile: ")
+
+
+def test_apptainer_takes_what_buildah_built(
+    store: ImageStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs in it is tested with the sandboxes of apptainer, which root may not start."""
+    program = fake_apptainer.install(tmp_path, "bwrap")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    task(tmp_path / "tasks/bad", "FROM base\nRUN false\n")
+    task(tmp_path / "tasks/good", "FROM base\nWORKDIR /app\n")
+    contexts, taker = build_contexts(tmp_path / "tasks"), image_taker("apptainer")
+    assert isinstance(taker, SifImages)
+    assert missing_images(contexts, taker) == contexts
+    builds = ImageBuilds(contexts, aliases={"base": base}, taker=taker)
+    builds.open()
+    bad, good = contexts
+    with pytest.raises(BuildFailed, match=r"cannot build .* Log: "):
+        builds.build(bad).result(60)
+    builds.build(good).result(60)
+    builds.close()
+    assert store.prune() > 0
+    assert missing_images(contexts, taker) == contexts
+    archive = tmp_path / "archive"
+    store.alias("base", base)
+    store.build(contexts[good].folder, good, archive=archive)
+    taker.load(archive)
+    assert [*missing_images(contexts, taker)] == [bad]
+    found = taker.find(good)
+    assert found is not None
+    assert found.workdir == "/app"
+    line, _ = fake_apptainer.commands(program)
+    assert line[:3] == ["build", "--force", found.path.removesuffix(".sif") + ".new"]
+    program.write_text("#!/bin/sh\necho FATAL: no space; exit 255\n")
+    Path(found.path).with_suffix(".json").unlink()
+    with pytest.raises(BuildFailed, match=r"cannot make .*no space"):
+        taker.load(archive)
+    assert taker.find(good) is None
 
 
 SECRET = "https://user:fi5hy@index.example/it's"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from hermes_rl.sandboxes import (
     Sandbox,
     SandboxLimits,
     SandboxSpec,
+    SifImages,
     conformance,
     processes,
     tells_a_host_fault,
@@ -191,6 +193,26 @@ async def leaves_nothing_of_a_killed_worker(backend: Apptainer) -> None:
             await asyncio.to_thread(gone, lambda: set(os.listdir(folders)) == before, started)
         assert await sh(beside, "echo here") == "here [0]"
         assert Path(state / "owners").is_dir()
+
+
+ARCHIVE = "task.tar"
+"""Beside the program: an archive of `docker save` with the image `task:0123`."""
+
+
+async def starts_in_the_working_directory_of_a_task_image(backend: Apptainer) -> None:
+    archive, name = Path(str(backend.program)).with_name(ARCHIVE), "task:0123"
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HERMES_RL_IMAGES"] = folder
+        lease = backend.lease(SandboxSpec(lease="early", image=name))
+        error = await conformance.fails(lease, TaskFault)
+        assert str(error) == "image 'task:0123' is not built on this machine for apptainer"
+        images = SifImages(backend.program)
+        await asyncio.to_thread(images.load, archive)
+        async with await backend.lease(SandboxSpec(lease="task", image=name)) as sandbox:
+            assert await sh(sandbox, "pwd; echo $FROM_IMAGE; touch made") == "/app\nyes [0]"
+            assert sandbox.info.image == name
+            verdict = await sandbox.grade(GradingSpec('cd "$WORKDIR" && test -e made'))
+            assert verdict.exit_code == 0, verdict.output
 
 
 NAMES = (

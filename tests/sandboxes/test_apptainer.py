@@ -22,6 +22,7 @@ from hermes_rl.sandboxes import (
     CHECKS,
     Apptainer,
     Check,
+    ImageStore,
     SandboxSpec,
     conformance,
     find_binary,
@@ -67,10 +68,34 @@ def test_an_apptainer_sandbox(
     as_ordinary_user(Path(apptainer_checks.__file__), name, engine)
 
 
+def test_an_image_of_a_task_folder(
+    as_ordinary_user: Callable[..., None],
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Built by buildah, converted by apptainer."""
+    monkeypatch.setenv("HERMES_RL_IMAGES", str(tmp_path / "images"))
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/Dockerfile").write_text(
+        f"FROM base\nENV FROM_IMAGE=yes\nWORKDIR /app\nRUN chown -R {apptainer_checks.USER} /app\n"
+    )
+    store = ImageStore()
+    archive = Path(engine["program"]).with_name(apptainer_checks.ARCHIVE)
+    store.alias("base", root_file_system(tmp_path))
+    store.build(tmp_path / "context", "task:0123", archive=archive)
+    archive.chmod(0o644)
+    check = apptainer_checks.starts_in_the_working_directory_of_a_task_image
+    as_ordinary_user(Path(apptainer_checks.__file__), check.__name__, engine)
+
+
 def test_each_container_is_closed_to_the_host(engine: Engine) -> None:
     """Every command line that the other tests caused."""
     lines = fake_apptainer.commands(Path(engine["program"]))
     for line in lines:
+        if line[0] == "build":
+            assert line[1] == "--force"
+            continue
         assert line[:6] == [
             *("exec", "--containall", "--cleanenv", "--no-home", "--no-mount", "bind-paths"),
         ]
