@@ -81,8 +81,12 @@ class Trainer:
 
     async def take(self, wanted: int, count: Callable[[Any], int] = lambda group: 1) -> None:
         """Take batches until their groups count so much."""
+        await self.take_until(lambda: sum(map(count, self.groups)) >= wanted)
+
+    async def take_until(self, done: Callable[[], bool]) -> None:
+        """Take batches until a condition holds."""
         async with asyncio.timeout(120):
-            while sum(map(count, self.groups)) < wanted:
+            while not done():
                 try:
                     key = {"Idempotency_Key": f"b{self.attempt}"}
                     reply = await asyncio.to_thread(self.api.get, "/batch", **key)
@@ -285,11 +289,12 @@ async def test_groups_older_than_the_version_that_the_trainer_posts_are_withheld
             api.start()
             assert api.get("/policy_version") == {"version": 9}
 
-            for _ in range(600):
-                await asyncio.sleep(0.1)
+            def withheld() -> bool:
                 reasons = [*load_run(lab.out).deliveries["reason"]]
-                if "stale: version 7 at version 9, max_lag 1" in reasons:
-                    break
+                return "stale: version 7 at version 9, max_lag 1" in reasons
+
+            # Older groups fill the queue of the API: unless they are taken, no new one starts.
+            await learner.take_until(withheld)
             engine.running.set_version("9")
 
             def fresh(group: Any) -> int:
