@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from hermes_rl.rl.staleness import STALENESS, Staleness, compare_delivered, mask_segment
     from hermes_rl.rl.template import write_environment
     from hermes_rl.rl.trial import arun_trial, first_tasks, rewards_of, run_trial
+    from hermes_rl.rl.trl_environments import TrlEnvironments
     from hermes_rl.rl.view import Rollout, ToolUse
     from hermes_rl.tasks import Task, Verify
     from hermes_rl.tools import Tool, ToolContext, ToolResult, tool

@@ -116,19 +116,21 @@ async def arun_trial(
         return list(await asyncio.gather(*runs))
 
 
-def item_of(context: RunContext, row: LazyRow, solution: Changed | None = None) -> WorkItem:
-    """Return the first attempt at the task of a row."""
+def item_of(
+    context: RunContext, row: LazyRow, solution: Changed | None = None, repeat: int = 0
+) -> WorkItem:
+    """Return the first attempt at a repeat of the task of a row."""
     parsed = row.parse()
     task = parsed.task
     if task is not None and solution is not None:
         task = msgspec.structs.replace(task, oracle=solution(task))
-    unit = unit_id(context.config_hash, row.task_hash, 0, 0)
+    unit = unit_id(context.config_hash, row.task_hash, 0, repeat)
     return WorkItem(
         unit_id=unit,
         group_id=group_id(context.config_hash, row.task_hash, 0),
         epoch=0,
         attempt=0,
-        repeat=0,
+        repeat=repeat,
         row_index=row.index,
         task_id=parsed.raw_id,
         task=task,

@@ -1,8 +1,13 @@
-"""Tokenizers and a one-layer model for trainers, without a hub."""
+"""Tokenizers and a one-layer model for trainers, without a hub; what is in TRL's batches."""
 
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
+import torch
 import trl
+from live_truth import Term, context
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -48,3 +53,33 @@ def byte_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
     return tokenizer
+
+
+def load_example(name: str) -> ModuleType:
+    """Import a program of `examples`."""
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location(name, root / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of_batch(inputs: dict[str, torch.Tensor]) -> list[tuple[list[Term], float]]:
+    """The loss terms and the advantage of each row of GRPOTrainer's padded batch."""
+    rows = []
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
+    names = (*names, "sampling_per_token_logps", "advantages")
+    for prompt, shown, completion, kept, mine, logprobs, advantage in zip(
+        *(inputs[name] for name in names), strict=True
+    ):
+        ids = prompt[shown.bool()].tolist() + completion[kept.bool()].tolist()
+        first = int(shown.sum())
+        terms = [
+            (context(ids[: first + at]), ids[first + at], logprobs[at].item())
+            for at in (kept * mine).nonzero().flatten().tolist()
+        ]
+        rows.append((terms, advantage.item()))
+    return rows

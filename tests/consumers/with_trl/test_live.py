@@ -3,14 +3,12 @@
 The rows are caught inside of `compute_loss` and compared with the log of the engine.
 """
 
-import importlib.util
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import torch
 from conftest import live_engine, write_tiny_model
 from live_truth import GroupTruth, Term, context, read_truth, row_digest
 from torch.nn.functional import scaled_dot_product_attention
+from trainer_side import load_example, rows_of_batch
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer, packing
 
 from hermes_rl.store import load_run
@@ -27,16 +26,6 @@ ENV = f"{ROOT / 'tests/consumers/talk.py'}:Talk"
 STEPS = 6
 ADVANTAGES = {0.8660: 1.0, -0.8660: 0.0}
 """Of two rewards 1 and two 0, (r - mean) / std, and the reward."""
-
-
-def load_example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -219,21 +208,3 @@ def test_grpo_trains_each_sampled_token_once(folder: Path, monkeypatch: pytest.M
     assert len(check(trained, truth)) == 6
     acknowledged = run.deliveries.query("event == 'acknowledged'")
     assert sorted(acknowledged.step) == sorted([1, 1, 2, 2, 3, 3])
-
-
-def rows_of_batch(inputs: dict[str, torch.Tensor]) -> list[tuple[list[Term], float]]:
-    """The loss terms and the advantage of each row of GRPOTrainer's padded batch."""
-    rows = []
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
-    names = (*names, "sampling_per_token_logps", "advantages")
-    for prompt, shown, completion, kept, mine, logprobs, advantage in zip(
-        *(inputs[name] for name in names), strict=True
-    ):
-        ids = prompt[shown.bool()].tolist() + completion[kept.bool()].tolist()
-        first = int(shown.sum())
-        terms = [
-            (context(ids[: first + at]), ids[first + at], logprobs[at].item())
-            for at in (kept * mine).nonzero().flatten().tolist()
-        ]
-        rows.append((terms, advantage.item()))
-    return rows
