@@ -178,7 +178,8 @@ def missing_tools(config: RunConfig) -> list[str]:
         raise UserError(
             f"--toolsets: the toolset {empty[0]!r} has no tools. Leave it out, or use none"
         )
-    return lines + [f"not offered: the toolset {name} has no tools" for name in empty]
+    lines += [f"not offered: the toolset {name} has no tools" for name in empty]
+    return lines + (open_skills(agent.skills).notes() if agent.skills else [])
 
 
 def _kept(agent: AgentSection, tools: Mapping[str, Tool]) -> dict[str, Any]:

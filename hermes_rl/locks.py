@@ -1,13 +1,19 @@
-"""Locks on files (flock) that the kernel frees when their holder ends, however it ends."""
+"""Locks on files (flock) that the kernel frees when their holder ends, however it ends; and the
+exchange of two folders in one step."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+_EXCHANGE = 2
+_HERE = -100  # AT_FDCWD
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -47,3 +53,15 @@ def file_lock(path: Path) -> Iterator[bool]:
         yield try_lock(fd)
     finally:
         os.close(fd)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two folders at once: renameat2(2), RENAME_EXCHANGE.
+
+    Raises: OSError where the file system or the system cannot.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, "this system has no renameat2")
+    if call(_HERE, bytes(one), _HERE, bytes(other), _EXCHANGE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

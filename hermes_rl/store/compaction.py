@@ -21,7 +21,7 @@ from hermes_rl.store.snapshots import (
     Merged,
     Part,
     complete_switches,
-    exchange,
+    exchange_tables,
     read_compactions,
     stage,
 )
@@ -157,7 +157,7 @@ def _try_exchange(run_dir: RunDir) -> None:
     for folder in folders:
         folder.mkdir(exist_ok=True)
     try:
-        exchange(*folders)
+        exchange_tables(*folders)
     finally:
         for folder in folders:
             folder.rmdir()

@@ -10,7 +10,6 @@ Order: merged parts, `.compact/N/TABLE` folders, record, exchanges, removal afte
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from hermes_rl.errors import StoreError
+from hermes_rl.locks import exchange
 from hermes_rl.store.files import add_digest, check_digest
 from hermes_rl.store.rundir import RETIRED, TABLES, RunDir, part_name, stem_of
 
@@ -197,7 +197,7 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
             waits = _folder(run_dir, number, table)
             if waits.is_dir() and any(stem_of(p) in merged for p in waits.iterdir()):
                 _link_others(run_dir, run_dir.path / table, waits, replaced)
-                exchange(waits, run_dir.path / table)
+                exchange_tables(waits, run_dir.path / table)
                 run_dir.crash("compact-4-exchanged")
                 run_dir.storage.sync_path(place)
                 run_dir.storage.sync_path(run_dir.path)
@@ -250,19 +250,12 @@ def _folder(run_dir: RunDir, number: int, table: str) -> Path:
     return run_dir.path / RETIRED / str(number) / table
 
 
-_EXCHANGE = 2
-_HERE = -100  # AT_FDCWD
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Exchange two folders at once: renameat2(2), RENAME_EXCHANGE.
-
-    Raises: StoreError where the file system or the system cannot.
-    """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None or call(_HERE, bytes(one), _HERE, bytes(other), _EXCHANGE):
-        why = "this system has no renameat2" if call is None else os.strerror(ctypes.get_errno())
+def exchange_tables(one: Path, other: Path) -> None:
+    """Exchange two folders at once. Raises: StoreError where the file system cannot."""
+    try:
+        exchange(one, other)
+    except OSError as error:
         raise StoreError(
-            f"the file system of {other} cannot exchange two folders ({why}), which merging needs. "
-            "Copy the run to a local disk and merge it there"
-        )
+            f"the file system of {other} cannot exchange two folders ({error.strerror}), which "
+            "merging needs. Copy the run to a local disk and merge it there"
+        ) from None

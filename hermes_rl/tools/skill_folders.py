@@ -9,10 +9,12 @@ kept in a folder of the user, or in the state of one rollout, with which it ends
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import yaml
 
 from hermes_rl.errors import ToolError, UserError
 from hermes_rl.identity import digest
+from hermes_rl.locks import exchange
 from hermes_rl.text import clean, cut_middle, one_line
 
 SKILLS = "skills"
@@ -67,10 +70,9 @@ class Skills:
     def listed(self, state: Mapping[str, Any]) -> list[Skill]:
         """All skills by name. Raises: UserError for an invalid skill."""
         found: dict[str, Skill] = {}
-        for folder in self._folders:
-            for path in _skill_folders(folder):
-                if path.name not in found:
-                    found[path.name] = read_head(_text_of(path / MAIN), path.name, str(path))
+        with self._locked(shared=True):
+            for path in self._places():
+                found[path.name] = read_head(_text_of(path / MAIN), path.name, str(path))
         for name, files in state.get(SKILLS, {}).items():
             found.pop(name, None)
             if files is not None:
@@ -88,36 +90,89 @@ class Skills:
         if name in changed:
             if changed[name] is not None:
                 return {path: b64decode(text) for path, text in changed[name].items()}
-        elif _NAME.fullmatch(name):
-            for folder in self._folders:
-                if (folder / name / MAIN).is_file():
-                    return dict(_files_of(folder / name))
+        else:
+            with self._locked(shared=True):
+                if files := self._read(name):
+                    return files
         names = ", ".join(skill.name for skill in self.listed(state)) or "there are none"
         raise ToolError(f"no skill {name!r} (skills: {names})")
 
-    def keep(self, state: dict[str, Any], name: str, files: Files | None) -> None:
-        """Make or replace a skill, or with None delete it. Raises: ToolError."""
+    def left_out(self, name: str) -> list[str]:
+        """The files of a skill's folder that are not part of it, each with the reason."""
+        place = self._place(name)
+        return [] if place is None else _files_of(place)[1]
+
+    def notes(self) -> list[str]:
+        """A line for each file that is left out of a skill, for people."""
+        places = self._places()
+        return [f"skill {p.name}: without {left}" for p in places for left in _files_of(p)[1]]
+
+    def keep(
+        self, state: dict[str, Any], name: str, files: Files | None, before: Files | None = None
+    ) -> None:
+        """Make or replace a skill, or with None delete it: at once, also if this process is killed.
+
+        Args:
+            before: its files as they were read; None where there was no such skill.
+
+        Raises: ToolError, for a skill that another agent has changed since it was read, too.
+        """
         if self._writable is None:
             kept = {path: b64encode(data).decode() for path, data in (files or {}).items()}
             state[SKILLS] = {**state.get(SKILLS, {}), name: None if files is None else kept}
             return
-        place = self._writable / name
+        place, new = self._writable / name, self._writable / f".{name}.new"
         try:
-            if files is None:
-                if not place.is_dir():
-                    raise ToolError(f"the skill {name!r} is not one of yours, and stays as it is")
-                shutil.rmtree(place)
-                return
-            new = self._writable / f".{name}.new"
-            shutil.rmtree(new, ignore_errors=True)
-            for path, data in files.items():
-                (new / path).parent.mkdir(parents=True, exist_ok=True)
-                (new / path).write_bytes(data)
-            if place.exists():
-                shutil.rmtree(place)
-            new.rename(place)
+            self._writable.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                _restore(self._writable)
+                if self._read(name) != before:
+                    raise ToolError(
+                        f"another agent changed the skill {name!r} meanwhile; nothing was written. "
+                        "Read it again with skill_view, then repeat your change"
+                    )
+                shutil.rmtree(new, ignore_errors=True)
+                if files is None:
+                    if not place.is_dir():
+                        raise ToolError(
+                            f"the skill {name!r} is not one of yours, and stays as it is"
+                        )
+                    place.rename(new)
+                else:
+                    _write(new, files)
+                    _put(new, place)
+                shutil.rmtree(new, ignore_errors=True)
         except OSError as error:
             raise ToolError(f"the skill could not be written: {error.strerror}") from None
+
+    @contextmanager
+    def _locked(self, shared: bool = False) -> Iterator[None]:
+        """No agent changes the skills meanwhile. Raises: OSError."""
+        path = None if self._writable is None else self._writable / ".lock"
+        if path is None or (shared and not path.exists()):  # then no agent has written yet
+            yield
+            return
+        with path.open("r" if shared else "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            yield
+
+    def _places(self) -> list[Path]:
+        """The folder of each skill."""
+        found: dict[str, Path] = {}
+        for folder in self._folders:
+            for path in _skill_folders(folder):
+                found.setdefault(path.name, path)
+        return [*found.values()]
+
+    def _place(self, name: str) -> Path | None:
+        if not _NAME.fullmatch(name):
+            return None
+        places = (folder / name for folder in self._folders)
+        return next((place for place in places if (place / MAIN).is_file()), None)
+
+    def _read(self, name: str) -> Files | None:
+        place = self._place(name)
+        return None if place is None else _files_of(place)[0]
 
     def digest(self) -> str:
         """Of the content of all skills. Raises: UserError."""
@@ -140,6 +195,8 @@ def open_skills(folders: Iterable[str | Path], writable: Path | None = None) -> 
                 f"skills: no folder {path}. Give a folder with one folder for each skill"
             )
     skills = Skills(paths or [BUNDLED_SKILLS], writable)
+    if writable is not None:
+        _restore(writable)
     skills.listed({})
     return skills
 
@@ -185,20 +242,64 @@ def _skill_folders(folder: Path) -> list[Path]:
 
 
 def _text_of(path: Path) -> str:
+    """Raises: UserError."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and links in skills are not followed. Copy the file")
     try:
-        return path.read_bytes()[:MAX_FILE_BYTES].decode("utf-8", "replace")
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise UserError(f"{path} has {len(data):,} bytes, and at most {MAX_FILE_BYTES:,} fit")
+    return data.decode("utf-8", "replace")
 
 
-def _files_of(folder: Path) -> Iterable[tuple[str, bytes]]:
-    """The regular files of a skill; links may lead out of it, and are left out."""
-    places = [p for p in sorted(folder.rglob("*")) if p.is_file() and not p.is_symlink()]
-    inside = [
-        p
-        for p in places
-        if folder.resolve() in p.resolve().parents and "__pycache__" not in p.parts
-    ]
-    for path in inside[:MAX_FILES]:
-        if path.stat().st_size <= MAX_FILE_BYTES:
-            yield path.relative_to(folder).as_posix(), path.read_bytes()
+def _files_of(folder: Path) -> tuple[Files, list[str]]:
+    """The files of a skill, and what is left out: links may lead out of it."""
+    files: Files = {}
+    left: list[str] = []
+    for path in sorted(folder.rglob("*"), key=lambda path: (path != folder / MAIN, path)):
+        name, why = path.relative_to(folder).as_posix(), None
+        if path.is_symlink():
+            why = "a link"
+        elif not path.is_file() or "__pycache__" in path.parts:
+            continue
+        elif (size := path.stat().st_size) > MAX_FILE_BYTES:
+            why = f"{size:,} bytes, at most {MAX_FILE_BYTES:,} fit"
+        elif len(files) == MAX_FILES:
+            why = f"a skill has at most {MAX_FILES} files"
+        if why is None:
+            files[name] = path.read_bytes()
+        else:
+            left.append(f"{name} ({why})")
+    return files, left
+
+
+def _write(folder: Path, files: Files) -> None:
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+
+
+def _put(new: Path, place: Path) -> None:
+    """Put a folder in the place of another one, which `new` may be afterwards. Raises: OSError."""
+    if not place.exists():
+        new.rename(place)
+        return
+    try:
+        exchange(new, place)
+    except OSError:  # NFS and others cannot: `_restore` ends what a kill between these two leaves
+        old = place.with_name(f".{place.name}.old")
+        place.rename(old)
+        new.rename(place)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _restore(folder: Path) -> None:
+    """End a replacement that was interrupted between its two renames."""
+    for old in folder.glob(".*.old"):
+        place = folder / old.name[1 : -len(".old")]
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(place)

@@ -41,13 +41,16 @@ async def _skills_list(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 
 @tool(name=SKILL_VIEW, **schema(SKILL_VIEW), toolset=SKILLS, parallel=True)
 async def _skill_view(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
-    """Return {skill, file, content, files, folder?}."""
+    """Return {skill, file, content, files, left_out?, folder?}."""
     name, path = args["name"], args.get("file") or MAIN
-    files = _skills(ctx).files(ctx.state, name)
+    skills = _skills(ctx)
+    files = skills.files(ctx.state, name)
     if path not in files:
         raise ToolError(f"the skill {name!r} has no file {path!r} (files: {', '.join(files)})")
     content = files[path].decode("utf-8", "replace")[:MAX_FILE_CHARS]
     fields: dict[str, Any] = {"skill": name, "file": path, "content": content, "files": [*files]}
+    if name not in ctx.state.get(SKILLS, {}) and (left := skills.left_out(name)):
+        fields["left_out"] = left
     if ctx.sandbox is not None and len(files) > 1:
         fields["folder"] = await _put_into(ctx.sandbox, name, files)
     return ToolResult(text=to_json(fields), data=fields)
@@ -68,7 +71,8 @@ async def _put_into(sandbox: Sandbox, name: str, files: Mapping[str, bytes]) -> 
 async def _skill_manage(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {skill, files}."""
     skills, name, action = _skills(ctx), args["name"], args["action"]
-    files: Files | None = {} if action == "create" else skills.files(ctx.state, name)
+    before = None if action == "create" else skills.files(ctx.state, name)
+    files: Files | None = dict(before or {})
     assert files is not None
     path = _inside(args.get("file") or MAIN)
     content = args.get("content") or ""
@@ -91,7 +95,7 @@ async def _skill_manage(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
             files = None
     if files is not None:
         _check(name, files, path)
-    skills.keep(ctx.state, name, files)
+    skills.keep(ctx.state, name, files, before)
     fields = {"skill": name, "files": [*files] if files is not None else None}
     return ToolResult(text=to_json(fields), data=fields)
 
@@ -119,7 +123,7 @@ def _inside(path: str) -> str:
 def _check(name: str, files: Files, changed: str) -> None:
     """Raises: ToolError for an invalid skill, or a changed file with too much or with a secret."""
     try:
-        read_head(files[MAIN].decode("utf-8", "replace"), name, f"skill {name!r}", strict=True)
+        read_head(files.get(MAIN, b"").decode("utf-8", "replace"), name, f"skill {name!r}", strict=True)
     except UserError as error:
         raise ToolError(str(error)) from None
     if len(files) > MAX_FILES:

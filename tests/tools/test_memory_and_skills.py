@@ -226,6 +226,106 @@ async def test_links_lead_out_of_no_skill(tmp_path: Path) -> None:
     assert viewed["files"] == ["SKILL.md"]
 
 
+def test_a_main_file_that_is_a_link_or_too_long_is_one_error(tmp_path: Path) -> None:
+    make_skill(tmp_path / "shared", "mine")
+    main = tmp_path / "shared" / "mine" / "SKILL.md"
+    main.rename(tmp_path / "elsewhere.md")
+    main.symlink_to(tmp_path / "elsewhere.md")
+    with pytest.raises(UserError, match=r"mine/SKILL\.md is a link, .* Copy the file"):
+        open_skills([tmp_path / "shared"])
+    main.unlink()
+    main.write_text(HEAD.format(name="mine") + "x" * 2**20)
+    with pytest.raises(UserError, match=r"SKILL\.md has 1,048,\d+ bytes, and at most 1,048,576 fit"):
+        open_skills([tmp_path / "shared"])
+
+
+async def test_files_over_the_limits_are_named(tmp_path: Path) -> None:
+    make_skill(tmp_path, "mine", big="x" * (2**20 + 1))
+    (tmp_path / "mine" / "link").symlink_to(tmp_path)
+    skills = open_skills([tmp_path])
+    expected = ["big (1,048,577 bytes, at most 1,048,576 fit)", "link (a link)"]
+    assert skills.notes() == [f"skill mine: without {left}" for left in expected]
+    assert (await call(context(skills=skills), "skill_view", name="mine"))["left_out"] == expected
+    for number in range(101):
+        (tmp_path / "mine" / f"a{number:03}").write_text("")
+    viewed = await call(context(skills=skills), "skill_view", name="mine")
+    assert (len(viewed["files"]), viewed["files"][0]) == (100, "SKILL.md")
+    assert "a099 (a skill has at most 100 files)" in viewed["left_out"]
+
+
+CHANGE = """
+import sys
+from pathlib import Path
+from hermes_rl.errors import ToolError
+from hermes_rl.tools import Skills
+skills, name = Skills([], Path(sys.argv[1])), sys.argv[2]
+main, refused, number = skills.files({}, "mine")["SKILL.md"], 0, 0
+print("ready", flush=True)
+while number < int(sys.argv[3]):
+    number += 1
+    before = skills.files({}, "mine")
+    assert before["one"] == before["two"], before
+    text = f"{name}-{number}".encode()
+    try:
+        skills.keep({}, "mine", {"SKILL.md": main, "one": text, "two": text}, before)
+    except ToolError as error:
+        assert "another agent changed the skill 'mine' meanwhile" in str(error), error
+        refused += 1
+print(refused)
+"""
+
+
+def change(folder: Path, name: str, times: int) -> subprocess.Popen[str]:
+    """A process that replaces a skill with two equal files, over and over; it has begun."""
+    command = [sys.executable, "-c", CHANGE, str(folder), name, str(times)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_writers_of_a_skill_leave_one_whole_version(tmp_path: Path) -> None:
+    make_skill(tmp_path, "mine", one="", two="")
+    started = [change(tmp_path, name, 50) for name in ("a", "b")]
+    ended = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    files = Skills([], tmp_path).files({}, "mine")
+    assert files["one"] == files["two"] != b""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "mine"]
+
+
+async def test_a_change_of_a_skill_that_has_changed_is_refused(tmp_path: Path) -> None:
+    make_skill(tmp_path, "mine")
+    skills = Skills([], tmp_path)
+    before = skills.files({}, "mine")
+    added = {"file": "notes.md", "content": "By another."}
+    await call(context(skills=skills), "skill_manage", action="write", name="mine", **added)
+    for files in ({**before, "mine.md": b"Mine."}, None):
+        with pytest.raises(ToolError, match="changed the skill 'mine' meanwhile; nothing was"):
+            skills.keep({}, "mine", files, before)
+    assert skills.files({}, "mine") == {**before, "notes.md": b"By another."}
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_skill(tmp_path: Path) -> None:
+    make_skill(tmp_path, "mine", one="", two="")
+    for number in range(3):
+        process = change(tmp_path, str(number), 1_000_000)
+        first = Skills([], tmp_path).files({}, "mine")
+        while Skills([], tmp_path).files({}, "mine") == first:
+            assert process.poll() is None
+        process.kill()
+        process.communicate(timeout=60)
+        files = open_skills([], tmp_path).files({}, "mine")
+        assert files["one"] == files["two"]
+
+
+def test_a_replacement_that_was_cut_between_two_renames_is_ended(tmp_path: Path) -> None:
+    make_skill(tmp_path, "mine")
+    (tmp_path / "mine").rename(tmp_path / ".mine.old")
+    make_skill(tmp_path, ".mine.new")
+    assert "mine" in [skill.name for skill in open_skills([], tmp_path).listed({})]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
