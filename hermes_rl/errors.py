@@ -371,6 +371,20 @@ class ToolError(HermesError):
     """A tool failed in a way that the model should see; the text goes back as the tool's result."""
 
     cause = "tool"
+    kind: str | None = None
+    """For programs: the result has it as `type`."""
+
+
+class NoAnswer(ToolError):
+    """A question to the user has no answer.
+
+    Args:
+        kind: `no_user`, where none can answer; `no_answer`, where he gave none; `timeout`.
+    """
+
+    def __init__(self, kind: Literal["no_user", "no_answer", "timeout"], message: str) -> None:
+        super().__init__(f"{message}; make a reasonable decision and continue")
+        self.kind = kind
 
 
 class VerifierFault(HermesError):

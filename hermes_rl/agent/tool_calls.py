@@ -43,6 +43,7 @@ from hermes_rl.tools import (
     concern_of,
     find_loop,
     observe,
+    observe_inner,
     read_arguments,
     refusal,
 )
@@ -72,6 +73,8 @@ class _Outcome:
     error: Exception | None = None
     raw_text: str | None = None
     """What the tool returned, where a hook replaced it."""
+    untrusted: bool = False
+    """The text comes from others than the user."""
 
 
 async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
@@ -114,6 +117,8 @@ class _Turn:
         self._adding = False
         self._chars = 0
         """Of the results that were added."""
+        self._programs: dict[int, _Program] = {}
+        """By the index of the call."""
 
     async def run_group(self) -> None:
         """Run the next calls that may run side by side and add their results in call order.
@@ -169,7 +174,8 @@ class _Turn:
         if context.delegate is not None:
             context = replace(context, call_id=call.id)
         if tool is not None and tool.calls_tools:
-            context = _with_tools(self.run, context, call)
+            self._programs[index] = program = _Program(self.run)
+            context = program.with_tools(context, call)
         self.outcomes[index] = await _run_one(self.run, context, call, tool)
         if self._adding:  # by the task of another call, which sees this result too
             return
@@ -200,7 +206,7 @@ class _Turn:
             sandbox = self.run.parts.sandbox if readable else None
             name = f"{self.run.parts.agent}-turn{self.run.turn}-call{self.done + 1}"
             text = await spill(text, sandbox, name, limit)
-        if policy.fence_untrusted and tool.untrusted:
+        if policy.fence_untrusted and outcome.untrusted:
             text = fenced(text, tool.name)
         return outcome if text is outcome.text else replace(outcome, text=text)
 
@@ -237,10 +243,10 @@ class _Turn:
     def _watch(self, outcome: _Outcome) -> str:
         """Notice repetitions; returns what the model reads about them."""
         run, policy = self.run, self.run.parts.policy
-        bounds = policy.loop_bounds
-        if bounds is None and not policy.loop_warnings:
+        if policy.loop_bounds is None and not policy.loop_warnings:
             return ""
         call, tool = self.calls[self.done], self.tools[self.done]
+        program = self._programs.get(self.done)
         name = call.name if tool is None else tool.name
         run.loop = observe(
             run.loop,
@@ -248,13 +254,10 @@ class _Turn:
             arguments=call.arguments,
             result=outcome.text,
             ok=outcome.ok,
-            changes=tool is not None and not tool.parallel and tool.toolset != TODO,
+            # What a program has changed by its calls was noticed with them.
+            changes=_changes(tool) and (program is None or not program.calls),
         )
-        run.looping |= bounds is not None and find_loop(run.loop, name, bounds) is not None
-        if policy.loop_warnings and (found := find_loop(run.loop, name, WARN)):
-            run.note("loop_warnings")
-            return found.warning(name)
-        return ""
+        return _judge_loop(run, name) or (program.warning if program is not None else "")
 
     def fill(self, why: str) -> None:
         """Give every call that has no result yet one that says why."""
@@ -321,11 +324,17 @@ async def _run_one(
     try:
         result = await _handled(run, context, call, tool, arguments)
     except ToolError as error:
-        return _failed(str(error), seconds=time.monotonic() - start)
+        failed = _failed(str(error), seconds=time.monotonic() - start, kind=error.kind)
+        return replace(failed, untrusted=tool.untrusted)
     except Exception as error:  # carried to its place in call order, and raised there
         return _Outcome("", ok=False, error=error)
-    seconds = time.monotonic() - start
-    return _Outcome(clean(result.text), result.ok, seconds, raw_text=result.raw_text)
+    return _Outcome(
+        clean(result.text),
+        result.ok,
+        time.monotonic() - start,
+        raw_text=result.raw_text,
+        untrusted=tool.untrusted or result.untrusted,
+    )
 
 
 async def _handled(
@@ -367,23 +376,76 @@ async def _approve(run: RunState, call: ToolCall, tool: Tool, command: str) -> N
         raise ToolError(refusal(concern, decision))
 
 
-def _with_tools(run: RunState, context: ToolContext, call: ToolCall) -> ToolContext:
-    """The context of a tool that calls others: their calls are checked and hooked like the
+class _Program:
+    """A call of a tool that calls others: their calls are checked, hooked and watched like the
     model's."""
 
-    async def call_tool(name: str, arguments: str) -> ToolResult:
-        tool = run.parts.tools.get(name)
-        inner = ToolCall(id=call.id, name=name, arguments=arguments)
-        outcome = await _run_one(run, context, inner, tool)
-        if outcome.error is not None:
-            raise outcome.error
-        limit = MAX_TURN_CHARS if tool is None else tool.max_chars
-        return ToolResult(text=cut_middle(outcome.text, limit), ok=outcome.ok)
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self.calls = 0
+        self.warning = ""
+        """What the model reads about calls that fail again."""
+        self._failed: set[str] = set()
+        """Tools of which a call failed. Further ones do not count: the program may try many."""
 
-    offered = run.parts.tools.items()
-    order = {name: tuple(tool.parameters.get("properties", ())) for name, tool in offered}
-    return replace(context, call_tool=call_tool, parameters=order)
+    def with_tools(self, context: ToolContext, call: ToolCall) -> ToolContext:
+        """The context of its tool."""
+        run = self._run
+
+        async def call_tool(name: str, arguments: str) -> ToolResult:
+            tool = run.parts.tools.get(name)
+            inner = ToolCall(id=call.id, name=name, arguments=arguments)
+            outcome = await _run_one(run, context, inner, tool)
+            if outcome.error is not None:
+                raise outcome.error
+            self._watch(inner, tool, outcome.ok)
+            limit = MAX_TURN_CHARS if tool is None else tool.max_chars
+            text = cut_middle(outcome.text, limit)
+            return ToolResult(text=text, ok=outcome.ok, untrusted=outcome.untrusted)
+
+        offered = run.parts.tools.items()
+        order = {name: tuple(tool.parameters.get("properties", ())) for name, tool in offered}
+        return replace(context, call_tool=call_tool, parameters=order)
+
+    def _watch(self, call: ToolCall, tool: Tool | None, ok: bool) -> None:
+        self.calls += 1
+        run, policy = self._run, self._run.parts.policy
+        if policy.loop_bounds is None and not policy.loop_warnings:
+            return
+        if not ok and call.name in self._failed:
+            return
+        run.loop = observe_inner(
+            run.loop, tool=call.name, arguments=call.arguments, ok=ok, changes=_changes(tool)
+        )
+        if not ok:
+            self._failed.add(call.name)
+            self.warning = _judge_loop(run, call.name, inner=call.arguments) or self.warning
 
 
-def _failed(error: str, *, seconds: float = 0.0, invalid: bool = False) -> _Outcome:
-    return _Outcome(clean(to_json({"error": clean(error)})), False, seconds, invalid)
+def _changes(tool: Tool | None) -> bool:
+    """Whether the success of a tool is progress."""
+    return tool is not None and not tool.parallel and tool.toolset != TODO
+
+
+def _judge_loop(run: RunState, tool: str, *, inner: str | None = None) -> str:
+    """Note whether the last call reached a limit; what the model reads about it.
+
+    Args:
+        tool: of that call.
+        inner: its arguments, if a program made it.
+    """
+    policy = run.parts.policy
+    bounds = policy.loop_bounds
+    run.looping |= bounds is not None and find_loop(run.loop, tool, bounds, inner=inner) is not None
+    found = find_loop(run.loop, tool, WARN, inner=inner) if policy.loop_warnings else None
+    if found is None:
+        return ""
+    run.note("loop_warnings")
+    return found.warning(tool, inner=inner is not None)
+
+
+def _failed(
+    error: str, *, seconds: float = 0.0, invalid: bool = False, kind: str | None = None
+) -> _Outcome:
+    fields = {"error": clean(error), **({"type": kind} if kind else {})}
+    return _Outcome(clean(to_json(fields)), False, seconds, invalid)

@@ -35,7 +35,15 @@ if TYPE_CHECKING:
     from hermes_rl.tools.clarify import CLARIFY
     from hermes_rl.tools.delegate_task import DELEGATE_TASK
     from hermes_rl.tools.functions import function_tool
-    from hermes_rl.tools.guardrails import WARN, Bounds, Finding, LoopState, find_loop, observe
+    from hermes_rl.tools.guardrails import (
+        WARN,
+        Bounds,
+        Finding,
+        LoopState,
+        find_loop,
+        observe,
+        observe_inner,
+    )
     from hermes_rl.tools.matching import STRATEGIES, find, replace
     from hermes_rl.tools.mcp import mcp_tools, read_offers
     from hermes_rl.tools.memory_lists import LIMITS, MEMORY, Memory

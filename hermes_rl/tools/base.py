@@ -151,6 +151,8 @@ class ToolResult:
     """Structured form, for programs."""
     raw_text: str | None = None
     """What the tool returned, where a hook replaced it."""
+    untrusted: bool = False
+    """This result has text of others than the user, though the tool itself is trusted."""
 
 
 Handler = Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from hermes_rl.errors import ToolError
+from hermes_rl.errors import NoAnswer, ToolError
 from hermes_rl.text import clean, one_line, to_json
-from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
+from hermes_rl.tools.base import Clarify, ToolContext, ToolResult, schema, tool
 
 CLARIFY = "clarify"
 MAX_CHOICES = 4
@@ -27,14 +30,32 @@ async def _clarify(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     if len(choices) > MAX_CHOICES or not all(choices):
         raise ToolError(f"give at most {MAX_CHOICES} choices, and none of them empty")
     if ask is None:
-        raise ToolError("no user can answer here; make a reasonable decision and continue")
-    answer = await asyncio.to_thread(ask, question, choices)
-    if inspect.isawaitable(answer):
-        answer = await answer
+        raise NoAnswer("no_user", "no user can answer here")
+    try:
+        async with asyncio.timeout(ctx.max_timeout_s):
+            answer = await _answer(ask, question, choices)
+    except TimeoutError:
+        raise NoAnswer("timeout", f"no answer within {ctx.max_timeout_s:.0f} s") from None
     if answer is None or not (text := clean(str(answer)).strip()):
-        raise ToolError("the user gave no answer; make a reasonable decision and continue")
+        raise NoAnswer("no_answer", "the user gave no answer")
     fields = {"question": question, "answer": text}
     return ToolResult(text=to_json(fields), data=fields)
+
+
+async def _answer(ask: Clarify, question: str, choices: Sequence[str]) -> Any:
+    """What a callback returns. One that does not end must keep neither the run nor the program:
+    it has a thread of its own, which the program does not wait for."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(ask(question, choices))
+        except BaseException as error:  # raised where it is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=call, name="clarify", daemon=True).start()
+    answer = await asyncio.shield(asyncio.wrap_future(future))
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 clarify = replace(_clarify, needs_sandbox=False)

@@ -52,6 +52,8 @@ class _Program:
     dropped: int = 0
     calls: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int | None = None
+    untrusted: bool = False
+    """It has read web pages or the like: what it prints may come from them."""
     _rest: bytes = b""
 
     async def run(self, until: float) -> None:
@@ -109,6 +111,7 @@ class _Program:
             return {"ok": False, "text": f"the tool {name} cannot be called from a program"}
         result = await self.ctx.call_tool(name, json.dumps(arguments))
         self.calls.append({"tool": name, "ok": result.ok})
+        self.untrusted |= result.untrusted
         return {"ok": result.ok, "text": result.text}
 
 
@@ -144,7 +147,8 @@ async def _execute_code(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     }
     if status == "timeout":
         fields["error"] = f"ended after {seconds:g} s"
-    return ToolResult(text=to_json(fields), ok=status == "success", data=fields)
+    ok = status == "success"
+    return ToolResult(text=to_json(fields), ok=ok, data=fields, untrusted=program.untrusted)
 
 
 execute_code = replace(_execute_code, refunds_turn=True, calls_tools=True)

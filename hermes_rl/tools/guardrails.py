@@ -2,7 +2,8 @@
 
 A pure controller: `observe` takes a frozen state and one finished call, and returns the next state.
 Failures count until a tool that changes something succeeds: a test that fails after each of several
-edits is work, not a loop.
+edits is work, not a loop. Of the calls of a program only failures count (`observe_inner`), since
+its own loops are none of the model.
 """
 
 from __future__ import annotations
@@ -63,16 +64,21 @@ class Finding:
     period: int = 1
     """Calls of the cycle."""
 
-    def warning(self, tool: str) -> str:
-        """What the model reads behind the result of its last call."""
+    def warning(self, tool: str, *, inner: bool = False) -> str:
+        """What the model reads behind the result of its last call.
+
+        Args:
+            inner: a program that it wrote made the call.
+        """
+        call = f"a call of {tool} in your programs" if inner else "this call"
         return "\n\n[Warning: " + _WARNINGS[self.kind].format(
-            tool=tool, count=self.count, period=self.period
+            call=call, tool=tool, count=self.count, period=self.period
         )
 
 
 _WARNINGS: dict[Kind, str] = {
     "failing_call": (
-        "this call with the same arguments has failed {count} times. Do not repeat it: find out "
+        "{call} with the same arguments has failed {count} times. Do not repeat it: find out "
         "why it fails, or try another approach.]"
     ),
     "failing_tool": (
@@ -99,13 +105,21 @@ def observe(
         arguments: as the model wrote them; the order of keys and spaces do not matter.
         changes: the tool may change something; its success is progress.
     """
-    call = _digest(f"{tool} ".encode() + _normal(arguments))
-    this = (call, _digest(result.encode("utf-8", "surrogatepass")))
+    this = (_digest_of_call(tool, arguments), _digest(result.encode("utf-8", "surrogatepass")))
     matched = tuple(
         count + 1 if len(state.recent) >= period and state.recent[-period] == this else 0
         for period, count in enumerate(state.matched, 1)
     )
     recent = (*state.recent, this)[-MAX_PERIOD:]
+    counted = observe_inner(state, tool=tool, arguments=arguments, ok=ok, changes=changes)
+    return LoopState(recent, matched, counted.failing, counted.failures)
+
+
+def observe_inner(
+    state: LoopState, *, tool: str, arguments: str, ok: bool, changes: bool
+) -> LoopState:
+    """The state after one more call of a program. See `observe` for the arguments."""
+    call = _digest_of_call(tool, arguments)
     if not ok:
         failing = _counted(state.failing, call)
         failures = _counted(state.failures, tool)
@@ -114,28 +128,36 @@ def observe(
     else:
         failing = tuple(pair for pair in state.failing if pair[0] != call)
         failures = tuple(pair for pair in state.failures if pair[0] != tool)
-    return LoopState(recent, matched, failing, failures)
+    return LoopState(state.recent, state.matched, failing, failures)
 
 
-def find_loop(state: LoopState, tool: str, bounds: Bounds) -> Finding | None:
+def find_loop(
+    state: LoopState, tool: str, bounds: Bounds, *, inner: str | None = None
+) -> Finding | None:
     """What the last call has reached, the most specific first.
 
     Args:
         tool: of that call.
+        inner: the arguments, if a program made the call; repetitions are none of it then.
     """
-    call = state.recent[-1][0] if state.recent else ""
-    repeats = state.matched[0] + 1
-    cycles = [
-        Finding("cycle", count // period + 1, period)
-        for period, count in enumerate(state.matched[1:], 2)
-    ]
+    if inner is None:
+        call, repeats = state.recent[-1][0] if state.recent else "", state.matched
+    else:
+        call, repeats = _digest_of_call(tool, inner), ()
     found = (
         (bounds.failing_call, Finding("failing_call", dict(state.failing).get(call, 0))),
-        (bounds.repeats, Finding("repeat", repeats)),
-        *((bounds.cycles, cycle) for cycle in cycles),
+        *((bounds.repeats, Finding("repeat", count + 1)) for count in repeats[:1]),
+        *(
+            (bounds.cycles, Finding("cycle", count // period + 1, period))
+            for period, count in enumerate(repeats[1:], 2)
+        ),
         (bounds.failing_tool, Finding("failing_tool", dict(state.failures).get(tool, 0))),
     )
     return next((f for bound, f in found if bound is not None and f.count >= bound), None)
+
+
+def _digest_of_call(tool: str, arguments: str) -> str:
+    return _digest(f"{tool} ".encode() + _normal(arguments))
 
 
 def _normal(arguments: str) -> bytes:

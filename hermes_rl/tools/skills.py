@@ -123,7 +123,9 @@ def _inside(path: str) -> str:
 def _check(name: str, files: Files, changed: str) -> None:
     """Raises: ToolError for an invalid skill, or a changed file with too much or with a secret."""
     try:
-        read_head(files.get(MAIN, b"").decode("utf-8", "replace"), name, f"skill {name!r}", strict=True)
+        read_head(
+            files.get(MAIN, b"").decode("utf-8", "replace"), name, f"skill {name!r}", strict=True
+        )
     except UserError as error:
         raise ToolError(str(error)) from None
     if len(files) > MAX_FILES:
