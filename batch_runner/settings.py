@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hermes_rl.aio import run_sync
 from hermes_rl.config import LOCAL_MODELS, PLAYED_MODELS, RunConfig, parse_config
 from hermes_rl.config_endpoint import EnvSection
-from hermes_rl.definitions import adapt_identity, adapt_switches, missing_tools
-from hermes_rl.errors import UserError
+from hermes_rl.definitions import adapt_identity, adapt_switches, changed_tools, missing_tools
+from hermes_rl.errors import StoreError, UserError
 from hermes_rl.identity import digest
 from hermes_rl.input_errors import nearest
 from hermes_rl.models.providers import collect_keys
@@ -140,7 +140,8 @@ def resolve_settings(config: RunConfig) -> Settings:
     """Resolve all settings of a configuration, and refuse those that cannot work.
 
     Raises: UserError for an absent key, for toolsets, distributions or images that do not exist,
-    and for an environment that cannot be opened; StoreError for a run whose beginning is damaged.
+    and for an environment that cannot be opened; StoreError for a run whose beginning is damaged,
+    or whose units were offered tools that this machine lacks, or has now.
     """
     config, opened = _resolve_env(config)
     local = config.model.name in LOCAL_MODELS
@@ -149,6 +150,11 @@ def resolve_settings(config: RunConfig) -> Settings:
     before = _identity_at(out)
     missing_tools(config)
     config = adapt_switches(config, before)
+    if why := changed_tools(config, before):
+        raise StoreError(
+            f"{out} was made {why}. What models are offered must not change within a run: undo "
+            "that, or choose another --out"
+        )
     if config.mcp:
         config = run_sync(with_offers(config, keys))
     identity = identity_of(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from hermes_rl.tools import (
     Services,
     Tool,
     Toolset,
+    lacks,
+    lacks_program,
     open_skills,
     schema_digest,
     with_wording,
@@ -182,6 +185,58 @@ def missing_tools(config: RunConfig) -> list[str]:
     return lines + (open_skills(agent.skills).notes() if agent.skills else [])
 
 
+def changed_tools(config: RunConfig, before: Mapping[str, Any]) -> str | None:
+    """Why units of a run would now be offered other tools of the same toolsets than those that the
+    run began with: a key, package or program that came or went. None where that is not so.
+
+    Args:
+        before: the identity with which the run was started.
+    """
+    agent = before.get("agent", {})
+    toolsets = toolsets_in(config.agent)
+    if not agent or agent.get("toolsets") != sorted(toolsets):
+        return None
+    policy, catalogue = policy_of(config), catalogue_of(config.agent)
+    every = with_wording(catalogue.possible(toolsets), policy.wording)
+    now = {name for name, tool in every.items() if lacks(tool) is None}
+    then = _offered_then(every, agent.get("tools")) or now
+    absent = _without(config, every).get("without", [])
+    if "without" in agent:  # runs of earlier versions do not know
+        now, then = now - set(absent), then - set(agent["without"])
+    parts = [
+        f"without {name}, which can be offered here now ({_present(every[name])})"
+        for name in every
+        if name in now - then
+    ]
+    for name in (name for name in every if name in then - now):
+        why = lacks(every[name]) or lacks_program(every[name])
+        parts.append(f"with {name}, which cannot be offered here ({why})")
+    return " and ".join(parts) or None
+
+
+def _present(tool: Tool) -> str:
+    return "its program is installed" if tool.present is None else tool.present()
+
+
+def _offered_then(every: Mapping[str, Tool], known: object) -> set[str] | None:
+    """The tools that have a digest of schemas: some of those that can lack something were there."""
+    optional = [name for name, tool in every.items() if tool.missing is not None]
+    for number in range(len(optional) + 1):
+        for absent in itertools.combinations(optional, number):
+            names = every.keys() - set(absent)
+            if schema_digest(tool for name, tool in every.items() if name in names) == known:
+                return names
+    return None
+
+
+def _without(config: RunConfig, tools: Mapping[str, Tool]) -> dict[str, Any]:
+    """The tools whose programs are not on this machine; absent where none needs one here."""
+    needing = [name for name, tool in tools.items() if tool.programs]
+    if not needing or not programs_here(config.sandbox):
+        return {}
+    return {"without": [name for name in needing if lacks_program(tools[name])]}
+
+
 def _kept(agent: AgentSection, tools: Mapping[str, Tool]) -> dict[str, Any]:
     """What the system prompt has of skills and of a memory. Raises: UserError."""
     found: dict[str, Any] = {}
@@ -236,6 +291,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             **_context(agent.context, policy),
             **_plugins(agent),
             **_kept(agent, tools),
+            **_without(config, tools),
             "limits": agent.limits.model_dump(),
             "seed": agent.base_seed,
         },
@@ -296,6 +352,8 @@ def adapt_identity(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
         "limits": section(then.get("limits"), agent["limits"], LimitsSection().model_dump()),
     }
     sandbox = section(before.get("sandbox"), now["sandbox"], SandboxSection().model_dump())
+    if "without" not in then:
+        agent = {k: v for k, v in agent.items() if k != "without"}
     return {**now, "agent": {**agent, **inner}, "sandbox": sandbox}
 
 

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         draw_toolsets,
         get_distribution,
         lacks,
+        lacks_program,
         resolve,
         schema_digest,
         schemas,

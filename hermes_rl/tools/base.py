@@ -189,6 +189,8 @@ class Tool:
     missing: Callable[[], str | None] | None = None
     """Says what the tool lacks on this machine, with the remedy, such as `no key: set KEY`; None
     when nothing is missing. A tool that lacks something is not offered to the model."""
+    present: Callable[[], str] | None = None
+    """Says what lets it be offered where `missing` finds nothing, such as `KEY is set`."""
     programs: tuple[str, ...] = ()
     """Names and patterns of paths of programs of which it needs one in the sandbox."""
     install: str = ""

@@ -181,8 +181,7 @@ class Catalogue:
     def resolve(self, toolsets: Iterable[str]) -> dict[str, Tool]:
         """The tools of these toolsets by name, in the order of `TOOLS`, without those that lack
         something on this machine. Raises: UserError."""
-        names = self.tool_names(toolsets)
-        return {name: t for name, t in TOOLS.items() if name in names and lacks(t) is None}
+        return {name: t for name, t in self.possible(toolsets).items() if lacks(t) is None}
 
     def missing(self, toolsets: Iterable[str], here: bool = True) -> dict[str, str]:
         """Tools of these toolsets that cannot work -> what they lack.
@@ -192,10 +191,14 @@ class Catalogue:
 
         Raises: UserError.
         """
-        found = self.tool_names(toolsets)
-        tools = [tool for name, tool in TOOLS.items() if name in found]
-        reasons = {tool.name: lacks(tool) or (here and lacks_program(tool)) for tool in tools}
+        tools = self.possible(toolsets).items()
+        reasons = {name: lacks(tool) or (here and lacks_program(tool)) for name, tool in tools}
         return {name: why for name, why in reasons.items() if why}
+
+    def possible(self, toolsets: Iterable[str]) -> dict[str, Tool]:
+        """All tools of these toolsets, with those that lack something. Raises: UserError."""
+        names = self.tool_names(toolsets)
+        return {name: tool for name, tool in TOOLS.items() if name in names}
 
     def empty(self, toolsets: Iterable[str]) -> list[str]:
         """Those of these toolsets that have no tools, `none` apart. Raises: UserError."""

@@ -142,7 +142,13 @@ def _lacks_library() -> str | None:
     return "not installed: pip install 'hermes-rl[web]'" if absent else None
 
 
-web_extract = replace(_web_extract, needs_sandbox=False, untrusted=True, missing=_lacks_library)
+web_extract = replace(
+    _web_extract,
+    needs_sandbox=False,
+    untrusted=True,
+    missing=_lacks_library,
+    present=lambda: "the package trafilatura is installed",
+)
 
 
 @dataclass(frozen=True)
@@ -288,4 +294,11 @@ def _lacks_key() -> str | None:
     return f"no search service: set {', '.join(names)} or {last}"
 
 
-web_search = replace(_web_search, needs_sandbox=False, untrusted=True, missing=_lacks_key)
+def _has_key() -> str:
+    provider = _provider()
+    return "no search service is set" if provider is None else f"{provider.variable} is set"
+
+
+web_search = replace(
+    _web_search, needs_sandbox=False, untrusted=True, missing=_lacks_key, present=_has_key
+)

@@ -11,7 +11,7 @@ import pytest
 from batch_runner import Silent, arun_batch, dry_run
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
-from hermes_rl.tools import TOOLS, Catalogue, Memory
+from hermes_rl.tools import PROVIDERS, TOOLS, Catalogue, Memory
 
 SKILL = "---\nname: {name}\ndescription: Says {name}.\n---\n{text}\n"
 TASKS = [{"id": f"task-{n}", "prompt": "Do it."} for n in range(3)]
@@ -131,6 +131,53 @@ async def test_a_tool_that_lacks_something_is_refused_or_not_offered(
     for row in kit.read_table(tmp_path / "run", "trajectories"):
         names = [tool["function"]["name"] for tool in json.loads(row["tools"])]
         assert names == ["terminal", "process"]
+
+
+async def test_a_key_or_program_that_comes_or_goes_is_named_at_resume(
+    tmp_path: Path, playing: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for service in PROVIDERS:
+        monkeypatch.delenv(service.variable, raising=False)
+    agent = {
+        "user_distributions": {"mine": {"web": 100, "todo": 100, "terminal": 100}},
+        "distribution": "mine",
+        "toolsets": None,
+    }
+    absent = replace(TOOLS["todo"], programs=("no-such-program",), install="apt-get install it")
+    assert (await run(tmp_path, playing, **agent)).done == len(TASKS)
+    monkeypatch.setenv("TAVILY_API_KEY", "key-1")
+    with pytest.raises(
+        StoreError,
+        match=r"was made without web_search, which can be offered here now \(TAVILY_API_KEY is set",
+    ):
+        await run(tmp_path, playing, **agent)
+    monkeypatch.delenv("TAVILY_API_KEY")
+    with monkeypatch.context() as changed:
+        lacking = replace(TOOLS["web_extract"], missing=lambda: "not installed: pip install it")
+        changed.setitem(TOOLS, "web_extract", lacking)
+        why = r"made with web_extract, which cannot be offered here \(not installed: pip install it"
+        with pytest.raises(StoreError, match=why):
+            await run(tmp_path, playing, **agent)
+    assert (await run(tmp_path, playing, **agent)).done == len(TASKS)
+    present = replace(absent, programs=("sh",))
+    for name, first, second, why in (
+        (
+            "gone",
+            present,
+            absent,
+            r"with todo, which cannot .* \(not installed here: apt-get",
+        ),
+        ("came", absent, present, r"without todo, .* now \(its program is installed\)"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.setitem(TOOLS, "todo", first)
+        await run(folder, playing, **agent)
+        monkeypatch.setitem(TOOLS, "todo", second)
+        with pytest.raises(StoreError, match=why):
+            await run(folder, playing, **agent)
+        monkeypatch.setitem(TOOLS, "todo", first)
+        assert (await run(folder, playing, **agent)).done == len(TASKS)
 
 
 async def test_a_tool_whose_program_is_not_here_is_not_offered_without_an_image(

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from cli_runner import (
     scripted_task,
     write_rows,
 )
+
+from hermes_rl.testing import mcp_server_source
 
 RUN = "runs/smoke-oracle"
 
@@ -45,6 +48,40 @@ def test_tools_are_listed_with_their_toolsets(tmp_path: Path) -> None:
     assert found["tools"]["todo"] == {"toolset": "todo", "missing": None}
     assert found["toolsets"]["file_read"]["tools"] == ["read_file", "search_files"]
     assert len(found["distributions"]) >= 17
+
+
+def test_tools_of_a_configuration_are_listed_with_a_line_for_each_fault(tmp_path: Path) -> None:
+    source = ["-c", mcp_server_source()]
+    config = {
+        "agent": {
+            "user_toolsets": {"careful": {"includes": ["file"], "tools": ["todo"]}},
+            "user_distributions": {"mine": {"careful": 80}},
+            "distribution": "mine",
+        },
+        "mcp": {
+            "inside": {"command": "python3", "args": source, "tools": ["echo"]},
+            "here": {"command": sys.executable, "args": source, "where": "host"},
+            "hangs": {"command": "sleep", "args": ["60"], "timeout": 0.2},
+            "key": {"url": "http://127.0.0.1:1/mcp", "headers": {"A": "${NO_SUCH_KEY}"}},
+            "off": {"command": "nothing", "disabled": True},
+        },
+    }
+    (tmp_path / "tools.yaml").write_text(json.dumps(config))
+    result = run_cli("tools", "--config", "tools.yaml", cwd=tmp_path)
+    assert result.code == 2
+    assert re.search(r"^careful .* patch search_files todo$", result.out, re.MULTILINE)
+    assert re.search(r"^mine +careful 80$", result.out, re.MULTILINE)
+    assert re.search(r"^inside +mcp_inside_echo$", result.out, re.MULTILINE)
+    assert result.err.splitlines() == [
+        "error: tools.yaml: 'mcp.hangs': MCP server hangs: not ready within 0.2 s",
+        "error: tools.yaml: 'mcp.key': the variable NO_SUCH_KEY is not set. Set it",
+    ]
+    assert re.search(r"^here +mcp_here_echo ", result.out, re.MULTILINE)
+    config["agent"]["user_toolsets"]["careful"]["tools"] = ["todos"]
+    (tmp_path / "tools.yaml").write_text(json.dumps({"agent": config["agent"]}))
+    result = run_cli("tools", "--config", "tools.yaml", "--json", cwd=tmp_path)
+    (fault,) = json.loads(result.out)["faults"]
+    assert (result.code, "did you mean 'todo'" in fault) == (2, True)
 
 
 @pytest.mark.parametrize("group", ["env", "images", "sandboxes", "sessions"])
