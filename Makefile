@@ -70,9 +70,9 @@ coverage: dev-venv ## measure branch coverage of the fast tests and the processe
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-test-consumers: dev-venv prove-venv ## test with other projects' trainers, evaluations and a LiteLLM proxy, in separate environments
+test-consumers: dev-venv prove-venv ## test with other projects' trainers, evaluations, MCP servers and a LiteLLM proxy, in separate environments
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt --editable $(TORCH)
-	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm evals torch))
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm evals mcp torch))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
@@ -83,6 +83,8 @@ test-consumers: dev-venv prove-venv ## test with other projects' trainers, evalu
 	@$(call consume,$(CONSUMERS)-litellm,tests/consumers/with_litellm)
 	@bash scripts/venv.sh $(CONSUMERS)-evals locks/consumers-evals.txt
 	@$(call consume,$(CONSUMERS)-evals,tests/consumers/with_evals)
+	@bash scripts/venv.sh $(CONSUMERS)-mcp locks/consumers-mcp.txt
+	@$(call consume,$(CONSUMERS)-mcp,tests/consumers/with_mcp)
 	@$(call consume,$(PROVE),tests/consumers/with_torch)
 
 lock: ## regenerate the lock files from pyproject.toml (newest versions: scripts/lock.sh --upgrade)

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +38,30 @@ def root_file_system(folder: Path) -> Path:
         (folder / name).mkdir(parents=True)
     for name in ("bin", "lib", "lib64"):
         (folder / name).symlink_to(f"usr/{name}")
-    libraries: set[str] = set()
     for name in PROGRAMS.split():
-        found = shutil.which(name)
-        if found is None:
-            continue
-        real = Path(found).resolve()
-        shutil.copy(real, folder / "usr/bin" / name)
-        listed = subprocess.run(["ldd", str(real)], capture_output=True, text=True).stdout
-        libraries |= {path for path in listed.split() if path.startswith("/")}
-    for library in libraries:
-        target = folder / ("usr" + library.removeprefix("/usr"))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(library).resolve(), target)
+        if found := shutil.which(name):
+            copy_program(Path(found).resolve(), folder / "usr/bin" / name, folder)
     (folder / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
     (folder / "etc/group").write_text("root:x:0:\n")
     return folder
+
+
+def copy_program(program: Path, target: Path, folder: Path) -> None:
+    """Copy a program into a root file system, and its libraries."""
+    shutil.copy(program, target)
+    copy_libraries([program], folder)
+
+
+def copy_libraries(programs: Iterable[Path], folder: Path) -> None:
+    """Copy the libraries of programs, or of other libraries, into a root file system."""
+    listed = subprocess.run(["ldd", *programs], capture_output=True, text=True).stdout
+    for library in {path for path in listed.split() if path[0] == "/" and path[-1] != ":"}:
+        usual = library.startswith(("/usr/", "/lib"))
+        name = library.removeprefix("/usr") if usual else f"/lib/{Path(library).name}"
+        target = folder / f"usr{name}"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(library).resolve(), target)
 
 
 def archive(folder: Path, target: Path) -> Path:
