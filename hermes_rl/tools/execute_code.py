@@ -63,16 +63,15 @@ class _Program:
             if left <= 0:
                 raise TimeoutError
             data = await self.process.read()
+            if not data and (ended := await self.process.wait(left, output=True)) is not None:
+                data = await self.process.read()
+                if not data:
+                    self.exit_code = ended
             for line in self._lines(data):
+                # A program that does not wait for answers has no more time than others.
+                if self.exit_code is not None or time.monotonic() >= until:
+                    break
                 await self._take(line)
-            if data or self.exit_code is not None:
-                continue
-            ended = await self.process.wait(left, output=True)
-            if ended is not None and not (last := await self.process.read()):
-                self.exit_code = ended
-            elif ended is not None:
-                for line in self._lines(last):
-                    await self._take(line)
 
     def _lines(self, data: bytes) -> list[bytes]:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -83,14 +82,14 @@ class _Program:
     async def _take(self, line: bytes) -> None:
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return  # the program wrote to the channel
         if not isinstance(message, dict):
             return
         if isinstance(text := message.get("out"), str):
             self._print(text.encode("latin-1", "replace").decode("utf-8", "replace"))
         elif isinstance(code := message.get("end"), int):
-            self.exit_code = code
+            self.exit_code = code & 255
         elif isinstance(name := message.get("call"), str):
             answer = await self._call(name, message.get("arguments"))
             async with asyncio.timeout(_WRITE_S):
@@ -109,7 +108,11 @@ class _Program:
             return {"ok": False, "text": f"at most {MAX_CALLS} calls of tools in one program"}
         if name not in CALLABLE or self.ctx.call_tool is None:
             return {"ok": False, "text": f"the tool {name} cannot be called from a program"}
-        result = await self.ctx.call_tool(name, json.dumps(arguments))
+        try:
+            text = json.dumps(arguments)
+        except RecursionError:
+            return {"ok": False, "text": "the arguments are nested too deeply"}
+        result = await self.ctx.call_tool(name, text)
         self.calls.append({"tool": name, "ok": result.ok})
         self.untrusted |= result.untrusted
         return {"ok": result.ok, "text": result.text}

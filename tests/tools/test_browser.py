@@ -4,6 +4,7 @@ import asyncio
 import http.server
 import os
 import re
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -336,13 +337,37 @@ async def test_a_browser_without_a_bound_of_memory_ends_the_sandbox_at_most(
             assert await bench.sh("echo here") == "here\n"
 
 
+@pytest.fixture
+def secret() -> Iterator[Path]:
+    """A file of the machine that every user may read."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        Path(folder, "key.txt").write_text("canary-51c2")
+        yield Path(folder, "key.txt")
+
+
+async def test_no_file_of_the_machine_and_no_port_of_the_browser(pages: Any, secret: Path) -> None:
+    for url in (f"file://{secret}", f"file:///proc/1/root{secret}"):
+        with pytest.raises(ToolError, match="net::ERR_"):
+            await shown(pages, "navigate", url=url)
+    await visit(pages, "more")
+    for script in ("location = 'chrome://version'; 1", f"window.open('file://{secret}'); 1"):
+        await shown(pages, "console", expression=script)
+        text = await shown(pages, "snapshot")
+        assert "canary-51c2" not in text
+        assert "chrome://version" not in text
+    listening = await pages.sh("cat /proc/net/tcp /proc/net/tcp6 | grep -c ' 0A '")
+    assert listening == "1\n", "the server of the pages, and no debugging port"
+
+
 async def test_no_network_but_the_sandbox(pages: Any) -> None:
     with web_server("from the machine") as port:
         for address in (f"127.0.0.1:{port}", "169.254.169.254", "example.com"):
             with pytest.raises(ToolError, match=r"cannot open .*net::ERR_"):
                 await shown(pages, "navigate", url=f"http://{address}/")
     assert "daemon" not in await shown(pages, "navigate", url="file:///etc/passwd")
-    for url in ("chrome://version", "javascript:alert(1)", "ftp://localhost/"):
+    for url in ("chrome://version", "view-source:file:///etc/passwd", "devtools://devtools/",
+                "javascript:alert(1)", "ftp://localhost/"):  # fmt: skip
         with pytest.raises(ToolError, match="the url must start with one of"):
             await shown(pages, "navigate", url=url)
 
