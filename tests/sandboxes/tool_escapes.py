@@ -80,7 +80,7 @@ if os.fork() == 0:
         time.sleep(0.01)
 print("forged")
 """
-"""Forges messages to the harness, and leaves a process that goes on with it."""
+"""Forges messages to the harness, and leaves a process that continues to."""
 
 
 async def tools_lead_nowhere(backend: Bubblewrap) -> None:
@@ -170,12 +170,12 @@ async def servers_lead_nowhere(backend: Bubblewrap) -> None:
             try:
                 await tools["mcp_bad_image"].handler(ctx, {})
                 shown = await tools["mcp_bad_environment"].handler(ctx, {})
-                asked = await tools["mcp_bad_ask"].handler(ctx, {})
+                answer = await tools["mcp_bad_ask"].handler(ctx, {})
             finally:
                 await ctx.opened.aclose()
                 await shared.aclose()
             assert os.environ["CANARY_KEY"] not in shown.text
-            assert "error" in asked.text or "code" in asked.text, asked.text
+            assert "error" in answer.text or "code" in answer.text, answer.text
             assert secret.read_text() == SECRET
 
 
