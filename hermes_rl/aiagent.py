@@ -22,7 +22,6 @@ from hermes_rl import events as ev
 from hermes_rl.agent import (
     AgentParts,
     Caller,
-    ContextParts,
     Control,
     Delegation,
     Ended,
@@ -77,7 +76,7 @@ from hermes_rl.store import append_attempts
 from hermes_rl.telemetry import open_telemetry
 from hermes_rl.text import clean
 from hermes_rl.tools import DELEGATE_TASK, Tool, default_approval
-from hermes_rl.wiring import Link, context_parts, open_link
+from hermes_rl.wiring import Link, auxiliary_model, context_parts, open_link
 
 FIRST_ANSWER_S = 5.0
 """Somebody waits: an endpoint that fails from the start is told soon."""
@@ -460,7 +459,8 @@ class AIAgent:
 
     async def _connect(self) -> Link:
         if self._link is None:
-            opened = open_link(self.model, self._settings.keys, self._settings.context)
+            known = self._settings
+            opened = open_link(self.model, known.keys, known.others, ask_windows=known.asks_window)
             self._link = await self._opened.enter_async_context(opened)
         return self._link
 
@@ -550,6 +550,10 @@ class AIAgent:
         settings, caller = self._settings, partial(self._caller, link, hooks)
         delegation = Delegation(log, caller, self._places.lease)
         streams = settings.callbacks is not None and settings.callbacks.streams
+        beside = {
+            use: auxiliary_model(named, self._caller(link, hooks, log, use))
+            for use, named in settings.others.items()
+        }
         return AgentParts(
             caller=caller(log),
             model=link.model,
@@ -573,23 +577,17 @@ class AIAgent:
             hooks=hooks,
             delegation=delegation if DELEGATE_TASK in settings.tools else None,
             after_turn=None if self._saved is None else partial(self._after_turn, log),
-            context=self._context(link, log, hooks),
+            context=context_parts(settings.context, beside.get("summary")),
+            vision=beside.get("vision"),
+            images=getattr(self.model, "images", False),
         )
 
-    def _caller(self, link: Link, hooks: RunHooks | None, recorder: Recorder) -> Caller:
-        patience = RetryPolicy(first_answer_s=FIRST_ANSWER_S)
-        made = ModelCaller(link.routes.routes(link.model), recorder, patience)
+    def _caller(
+        self, link: Link, hooks: RunHooks | None, recorder: Recorder, use: str = ""
+    ) -> Caller:
+        routes = link.others[use].routes(use) if use else link.routes.routes(link.model)
+        made = ModelCaller(routes, recorder, RetryPolicy(first_answer_s=FIRST_ANSWER_S))
         return made if hooks is None else hooks.caller(made)
-
-    def _context(self, link: Link, log: EventLog, hooks: RunHooks | None) -> ContextParts | None:
-        section, caller = self._settings.context, None
-        if section is None:
-            return None
-        if section.summary is not None and link.summaries is not None:
-            routes = link.summaries.routes(section.summary.name)
-            calls = ModelCaller(routes, log, RetryPolicy(first_answer_s=FIRST_ANSWER_S))
-            caller = calls if hooks is None else hooks.caller(calls)
-        return context_parts(section, caller)
 
     def _deltas(self, text: str) -> None:
         if self._on_delta is not None:

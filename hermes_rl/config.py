@@ -256,6 +256,8 @@ class ModelSection(PolicySamplingSection):
     mix: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
     """Models and their relative weights. One is drawn for each unit by its seed and answers all of
     its calls. Models at other endpoints have a place in `endpoint.places`."""
+    images: bool = False
+    """It takes images: it sees those that it reads with `read_file`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -482,8 +484,8 @@ class RunConfig(Section):
         if self.env is not None:
             used |= {place.name for place in (self.env.judge, self.env.user) if place is not None}
         used |= {judge.name for judge in self.scoring.judges}
-        if self.agent.context.summary is not None:
-            used.add(self.agent.context.summary.name)
+        beside = (self.agent.context.summary, self.agent.vision)
+        used |= {place.name for place in beside if place is not None}
         run = self.run
         budgets = [("model_budgets", n) for n in run.model_budgets]
         budgets += [("model_token_budgets", n) for n in run.model_token_budgets]
@@ -553,6 +555,8 @@ class ModelConfig(ConnectionSection, PolicySamplingSection):
     api_key: SecretStr | None = None
     key_command: Annotated[str, Field(min_length=1)] | None = None
     """Prints a short-lived key; see `endpoint.key_commands` of a run."""
+    images: bool = False
+    """It takes images: it sees those that it reads with `read_file`."""
 
 
 def parse_config(

@@ -119,6 +119,8 @@ class AgentSection(Section):
     may change what the model sees are identity, by their source."""
     limits: LimitsSection = LimitsSection()
     context: ContextConfig = ContextConfig()
+    vision: ModelPlace | None = None
+    """The model that looks at images for the tool `vision_analyze`; None does not offer it."""
     seed: int | None = None
     """The seeds of all units derive from it; None is like 0, but no seed is sent to the model."""
 

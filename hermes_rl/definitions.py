@@ -28,6 +28,7 @@ from hermes_rl.tools import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_TOOLSETS,
     SKILL_VIEW,
+    VISION_ANALYZE,
     Catalogue,
     Memory,
     Services,
@@ -127,7 +128,8 @@ def catalogue_of(agent: AgentSection) -> Catalogue:
         name: Toolset(one.description, one.tools, one.includes)
         for name, one in agent.user_toolsets.items()
     }
-    return Catalogue.of(defined, agent.user_distributions)
+    provided = frozenset[str]() if agent.vision is None else frozenset({VISION_ANALYZE})
+    return Catalogue.of(defined, agent.user_distributions, provided)
 
 
 def services_of(agent: AgentSection) -> Services:
@@ -162,19 +164,21 @@ def programs_here(section: SandboxSection, task: Task | None = None) -> bool:
 
 
 def missing_tools(config: RunConfig) -> list[str]:
-    """What units of a run are not offered, though a distribution names it, for people.
+    """What units of a run are not offered, though their toolsets have it, for people.
 
-    Raises: UserError for a toolset of `agent.toolsets` that has no tools, or of which one lacks
+    Raises: UserError for a toolset of `agent.toolsets` that has no tools, or of which each lacks
     something here.
     """
     agent, catalogue = config.agent, catalogue_of(config.agent)
     missing = catalogue.missing(toolsets_in(agent), programs_here(config.sandbox))
-    if agent.toolsets is not None and missing:
-        name, why = next(iter(missing.items()))
-        raise UserError(
-            f"--toolsets: the tool {name!r} cannot be offered here ({why}). Provide it, or leave "
-            "its toolset out"
-        )
+    for toolset in agent.toolsets or ():
+        names = catalogue.tool_names([toolset])
+        if names and names <= missing.keys():
+            name = next(name for name in missing if name in names)
+            raise UserError(
+                f"--toolsets: the tool {name!r} cannot be offered here ({missing[name]}). Provide "
+                "it, or leave its toolset out"
+            )
     lines = [f"not offered: {name} ({why})" for name, why in missing.items()]
     empty = catalogue.empty(toolsets_in(agent))
     if agent.toolsets is not None and empty:
@@ -292,6 +296,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
             **_plugins(agent),
             **_kept(agent, tools),
             **_without(config, tools),
+            **({} if agent.vision is None else {"vision": agent.vision.identity}),
             "limits": agent.limits.model_dump(),
             "seed": agent.base_seed,
         },
@@ -413,7 +418,8 @@ def _extra(config: RunConfig) -> dict[str, Any]:
 def _named(config: RunConfig) -> dict[str, Any]:
     """The model by name, or a mix by its weights."""
     mix = config.model.mix
-    return {"mix": dict(mix)} if mix else {"name": config.model.name}
+    named: dict[str, Any] = {"mix": dict(mix)} if mix else {"name": config.model.name}
+    return {**named, "images": True} if config.model.images else named
 
 
 _LOCAL = ("bubblewrap", "none")

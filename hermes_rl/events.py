@@ -16,7 +16,7 @@ import msgspec
 from hermes_rl.messages import Message
 from hermes_rl.usage import Usage
 
-Purpose = Literal["agent", "summary", "judge", "user", "probe"]
+Purpose = Literal["agent", "summary", "judge", "user", "vision", "probe"]
 """What a model call was for; a probe asks whether the model answers anything."""
 
 Outcome = Literal["ok", "refused", "cut", "cancelled", "unknown"]

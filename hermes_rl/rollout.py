@@ -553,6 +553,8 @@ class _Attempt:
             context=self.context.context_parts(draw.policy, self.log, self.stage.budget),
             hooks=hooks,
             delegation=self._delegation() if DELEGATE_TASK in draw.tools else None,
+            vision=self.context.vision(self.log, self.stage.budget),
+            images=self.context.config.model.images,
         )
         if self.context.checkpoints is not None:
             parts = replace(parts, after_turn=partial(self._after_turn, sandbox))

@@ -17,12 +17,12 @@ from types import MappingProxyType
 from typing import Any
 
 from hermes_rl.agent import (
+    AuxiliaryModel,
     Caller,
     ContextParts,
     HookTable,
     Limits,
     Policy,
-    Summariser,
     load_engine,
     load_plugins,
 )
@@ -38,7 +38,7 @@ from hermes_rl.config import (
     RunConfig,
 )
 from hermes_rl.config_agent import ContextConfig
-from hermes_rl.config_endpoint import ConnectionSection, EndpointSection
+from hermes_rl.config_endpoint import ConnectionSection, EndpointSection, ModelPlace
 from hermes_rl.definitions import (
     catalogue_of,
     extra_body_of,
@@ -245,10 +245,18 @@ class RunContext:
         section = self.config.agent.context
         if not policy.compress_context:
             return None
-        caller = None
-        if section.summary is not None:
-            caller = self.other_caller("summary", recorder, section.summary.name, budget)
-        return context_parts(section, caller)
+        return context_parts(section, self._auxiliary("summary", section.summary, recorder, budget))
+
+    def vision(self, recorder: Recorder, budget: Budget | None) -> AuxiliaryModel | None:
+        """The model that looks at images for one rollout."""
+        return self._auxiliary("vision", self.config.agent.vision, recorder, budget)
+
+    def _auxiliary(
+        self, purpose: str, named: ModelPlace | None, recorder: Recorder, budget: Budget | None
+    ) -> AuxiliaryModel | None:
+        if named is None:
+            return None
+        return auxiliary_model(named, self.other_caller(purpose, recorder, named.name, budget))
 
     def other_caller(
         self, purpose: str, recorder: Recorder, model: str, budget: Budget | None
@@ -305,17 +313,23 @@ def judge_purpose(number: int) -> str:
     return f"scoring.judges.{number}"
 
 
-def context_parts(section: ContextConfig, caller: Caller | None) -> ContextParts:
-    """How contexts are compressed.
+def auxiliary_model(named: ModelPlace, caller: Caller) -> AuxiliaryModel:
+    """A model beside the agent's, with the caller of one rollout."""
+    return AuxiliaryModel(caller, named.name, sampling_of(named))
+
+
+def context_parts(
+    section: ContextConfig | None, summariser: AuxiliaryModel | None
+) -> ContextParts | None:
+    """How contexts are compressed; None without a section.
 
     Args:
-        caller: of the model that writes summaries, where the section names one.
+        summariser: writes summaries, where the section names one.
 
     Raises: UserError for an engine that no plugin offers.
     """
-    named, summariser = section.summary, None
-    if named is not None and caller is not None:
-        summariser = Summariser(caller, named.name, sampling_of(named))
+    if section is None:
+        return None
     engine = section.engine
     return ContextParts(
         engine=load_engine(engine) if isinstance(engine, str) else engine,
@@ -464,23 +478,26 @@ class Link:
     model: str
     sampling: Sampling
     routes: Routes
-    summaries: Routes | None = None
-    """To the model that writes summaries, where one is configured."""
+    others: Mapping[str, Routes] = field(default_factory=dict)
+    """To the models beside it, by purpose (`summary`, `vision`), where they are configured."""
 
 
 @asynccontextmanager
 async def open_link(
     model: object,
     more_keys: Mapping[str, str] = MappingProxyType({}),
-    context: ContextConfig | None = None,
+    others: Mapping[str, ModelPlace] = MappingProxyType({}),
     calls: int = _CALLS_AT_ONCE,
+    *,
+    ask_windows: bool = False,
 ) -> AsyncIterator[Link]:
     """Connect to a model: a name or a `ModelConfig`.
 
     Args:
         more_keys: keys by the name of a variable, beside those of the environment.
-        context: how long conversations are compressed; None never does.
+        others: models beside it, by purpose.
         calls: how many may be in flight.
+        ask_windows: ask the endpoint for the size of the context window.
 
     Raises: UserError.
     """
@@ -498,30 +515,24 @@ async def open_link(
         shared["key_commands"] = {_EXPLICIT_KEY: config.key_command}
     where = EndpointSection(**shared)
     targets = resolve_targets(where, extra=config.extra_body, stop=config.stop)
-    summary = None if context is None else context.summary
-    others = () if summary is None else place_targets(summary, where)
+    beside = {use: place_targets(place, where, key=use) for use, place in others.items()}
     keys: dict[str, str] = {}
-    if calls_endpoint(config.name, where) or others:
-        remote = targets if calls_endpoint(config.name, where) else ()
-        places = [target.place for target in (*remote, *others)]
+    if calls_endpoint(config.name, where) or beside:
+        remote = [targets] if calls_endpoint(config.name, where) else []
+        places = [target.place for some in (*remote, *beside.values()) for target in some]
         environ = {**os.environ, **more_keys, **({_EXPLICIT_KEY: key} if key else {})}
         keys = await asyncio.to_thread(find_keys, places, environ, where.key_commands)
     held = Keys.renewed_by(where.key_commands, keys)
     share = Share(maximum=calls)
     async with AsyncExitStack() as stack:
         routes = await open_models(config.name, where, {config.name: targets}, stack, held, share)
-        if routes is not None and context is not None and context.window is None:
+        if routes is not None and ask_windows:
             routes.ask_windows()
-        summaries = None
-        if summary is not None:
-            summaries = Routes({summary.name: others}, held, share, where)
-            stack.push_async_callback(summaries.aclose)
-        yield Link(
-            config.name,
-            sampling_of(config),
-            routes or Routes.to(NoopClient(), share),
-            summaries,
-        )
+        opened = {use: Routes({use: some}, held, share, where) for use, some in beside.items()}
+        for one in opened.values():
+            stack.push_async_callback(one.aclose)
+        found = routes or Routes.to(NoopClient(), share)
+        yield Link(config.name, sampling_of(config), found, opened)
 
 
 def backend_of(config: RunConfig, state_dir: Path | None = None) -> SandboxBackend:

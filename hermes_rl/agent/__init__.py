@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from hermes_rl.agent.parts import (
         AgentParts,
         AgentResult,
+        AuxiliaryModel,
         Caller,
         ContextParts,
         Control,
         Progress,
-        Summariser,
     )
     from hermes_rl.agent.plugins import PLUGINS_GROUP, load_plugins
     from hermes_rl.agent.policy import PRESETS, Budget, IterationBudget, Limits, Policy, preset

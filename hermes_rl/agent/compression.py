@@ -20,7 +20,7 @@ from hermes_rl.agent.context import (
     message_tokens,
     text_tokens,
 )
-from hermes_rl.agent.parts import ContextParts, RunState, Summariser
+from hermes_rl.agent.parts import AuxiliaryModel, ContextParts, RunState
 from hermes_rl.agent.summaries import SummaryEngine
 from hermes_rl.errors import CostLimit, DiskFull, ModelError, UnitCostLimit, UserError
 from hermes_rl.events import ContextStarted, MessageAdded
@@ -284,14 +284,14 @@ class _Summaries:
         run.context.failed_summaries += 1
         return None
 
-    def _models(self) -> Iterator[Summariser]:
+    def _models(self) -> Iterator[AuxiliaryModel]:
         run = self.run
         if run.parts.context is not None and run.parts.context.summariser is not None:
             yield run.parts.context.summariser
         sampling = replace(run.request.sampling, stop=(), seed=None)
-        yield Summariser(run.parts.caller, run.request.model, sampling)
+        yield AuxiliaryModel(run.parts.caller, run.request.model, sampling)
 
-    async def _one(self, summariser: Summariser, prompt: str, tokens: int) -> str | None:
+    async def _one(self, summariser: AuxiliaryModel, prompt: str, tokens: int) -> str | None:
         """One model's answer; None when it cannot be used."""
         run = self.run
         most = 2 * tokens + min(_THINKING, (run.context.window or 0) // _SHARE_OF_WINDOW)

@@ -26,6 +26,8 @@ CONTEXT_SECONDS = 120.0
 BYTES_PER_TOKEN = 4
 MESSAGE_TOKENS = 4
 """What a message costs beside its text."""
+SHOWN = {"type": "text", "text": "[The images that you read]"}
+"""First part of the message with images of a turn's results."""
 IMAGE_TOKENS = 1_500
 
 Trigger = Literal["threshold", "overflow"]
@@ -160,7 +162,9 @@ def is_request(message: Message, harness_texts: frozenset[str]) -> bool:
     """Whether the user wrote a message."""
     if not isinstance(message, UserMessage):
         return False
-    return not isinstance(message.content, str) or message.content not in harness_texts
+    if isinstance(message.content, str):
+        return message.content not in harness_texts
+    return message.content[:1] != [SHOWN]
 
 
 def present_context(events: Iterable[Event]) -> list[MessageAdded]:

@@ -14,6 +14,7 @@ from hermes_rl.agent.hooks import Hooks
 from hermes_rl.agent.policy import Budget, IterationBudget, Limits, Policy
 from hermes_rl.config import ModelConfig
 from hermes_rl.config_agent import ContextConfig, check_prefill
+from hermes_rl.config_endpoint import ModelPlace
 from hermes_rl.errors import UserError
 from hermes_rl.input_errors import unknown
 from hermes_rl.messages import Message, conversation_from_openai
@@ -23,6 +24,7 @@ from hermes_rl.tools import (
     DEFAULT_TOOLSETS,
     SESSION_SEARCH,
     SKILL_VIEW,
+    VISION_ANALYZE,
     Approval,
     Ask,
     Catalogue,
@@ -33,7 +35,6 @@ from hermes_rl.tools import (
     Tool,
     function_tool,
     open_skills,
-    resolve,
     tool_names,
     with_timeout,
     with_wording,
@@ -86,6 +87,9 @@ class OtherNames(TypedDict, total=False):
     skills: Sequence[str | Path] | None
     """Folders with skills, beside those that the agent makes, which are kept for this user; none
     are the bundled ones."""
+    vision: Any
+    """The model that the tool `vision_analyze` asks: a name, or fields as those of a run's
+    `agent.vision`."""
     tool_progress_callback: Callable[..., Any] | None
     """This and the next eight: see `Callbacks`."""
     tool_start_callback: Callable[..., Any] | None
@@ -154,8 +158,15 @@ class AgentSettings:
     approval: Approval | None
     context: ContextConfig | None
     """How a full context is compressed; None where the policy does not."""
+    others: Mapping[str, ModelPlace]
+    """Models beside the agent's, by purpose: `summary`, `vision`."""
     services: Services
     """What tools of the agent itself work with."""
+
+    @property
+    def asks_window(self) -> bool:
+        """The endpoint has to say how large the context window is."""
+        return self.context is not None and self.context.window is None
 
 
 def settle(
@@ -187,6 +198,11 @@ def settle(
         raise UserError("session_id and session contradict each other: a session has its own id")
     configured, keys = _model(model, names, fallbacks)
     chosen, offered = _tools(names, policy, toolsets, tools)
+    compression = _context(context, policy)
+    others = {
+        "summary": None if compression is None else compression.summary,
+        "vision": _vision(names),
+    }
     save = names.get("save_trajectories")
     ephemeral = names.get("ephemeral_system_prompt")
     prefill = names.get("prefill_messages") or ()
@@ -204,7 +220,8 @@ def settle(
         save_to=(SAVED if save is True else Path(save)) if save else None,
         callbacks=Callbacks.of(names),
         approval=_approval(names, policy, approval),
-        context=_context(context, policy),
+        context=compression,
+        others={use: place for use, place in others.items() if place is not None},
         services=_services(names, offered),
     )
 
@@ -222,6 +239,16 @@ def _services(names: Mapping[str, Any], tools: Mapping[str, Tool]) -> Services:
         sessions=SessionStore(store) if SESSION_SEARCH in tools and store.exists() else None,
         clarify=names.get("clarify_callback"),
     )
+
+
+def _vision(names: Mapping[str, Any]) -> ModelPlace | None:
+    """Raises: UserError for what is not a model."""
+    named = names.get("vision")
+    if named is None or isinstance(named, ModelPlace):
+        return named
+    if not isinstance(named, str | Mapping):
+        raise UserError(f"vision must be a model's name or its fields, not {named!r:.80}")
+    return ModelPlace(**({"name": named} if isinstance(named, str) else named))
 
 
 def _context(context: object, policy: Policy) -> ContextConfig | None:
@@ -331,7 +358,9 @@ def _tools(
     if empty := Catalogue().empty(enabled):
         raise UserError(f"the toolset {empty[0]!r} has no tools. Leave it out, or pass toolsets=[]")
     left_out = tool_names(disabled)
-    worded = with_timeout(with_wording(resolve(enabled), policy.wording), policy.command_timeout_s)
+    seen = frozenset[str]() if names.get("vision") is None else frozenset({VISION_ANALYZE})
+    found = Catalogue(provided=seen).resolve(enabled)
+    worded = with_timeout(with_wording(found, policy.wording), policy.command_timeout_s)
     tools = {name: tool for name, tool in worded.items() if name not in left_out}
     for function in functions:
         tool = function_tool(function)

@@ -107,8 +107,8 @@ class KnowsWindow(Protocol):
 
 
 @dataclass(frozen=True)
-class Summariser:
-    """A model that writes summaries."""
+class AuxiliaryModel:
+    """A model beside the agent's: it writes summaries, or looks at images."""
 
     caller: Caller
     model: str
@@ -125,7 +125,7 @@ class ContextParts:
     """Tokens of the model's context window; None is learned when a prompt is refused."""
     share: float | None = None
     """Of the window, less the output limit, from which on the default engine compresses."""
-    summariser: Summariser | None = None
+    summariser: AuxiliaryModel | None = None
     """Called for summaries before the run's model; None calls that at once."""
     seconds: float = CONTEXT_SECONDS
     """How long one compression may take."""
@@ -206,6 +206,10 @@ class AgentParts:
     """The state of an earlier run, whose whole, recorded conversation is the prompt."""
     context: ContextParts | None = None
     """How a full context is compressed; None ends the run as `context_overflow`."""
+    vision: AuxiliaryModel | None = None
+    """Looks at images for tools; None where there is none."""
+    images: bool = False
+    """The model takes images: it sees those in the results of tools."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import difflib
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hermes_rl.agent.parts import Finish, RunState
@@ -27,6 +27,7 @@ from hermes_rl.agent.results import (
     spill,
 )
 from hermes_rl.agent.side_by_side import independent
+from hermes_rl.agent.sight import Look, shown_images
 from hermes_rl.errors import SandboxDied, SandboxKilled, ToolError
 from hermes_rl.events import CommandDecided
 from hermes_rl.identity import ID_LENGTH, digest
@@ -51,6 +52,8 @@ from hermes_rl.tools import (
 MAX_TOOL_S = 600.0
 """Bound of one tool call, whatever the limits say."""
 MAX_SIDE_BY_SIDE = 8
+MAX_TURN_IMAGE_CHARS = 16_000_000
+"""Of the `data:` URLs of one turn. Anthropic accepts requests of 32 MB."""
 NEAR = 0.7
 """How like a tool's name another must be (the ratio of `difflib`) to be taken for it."""
 
@@ -75,6 +78,7 @@ class _Outcome:
     """What the tool returned, where a hook replaced it."""
     untrusted: bool = False
     """The text comes from others than the user."""
+    images: Mapping[str, str] = field(default_factory=dict)
 
 
 async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
@@ -101,6 +105,8 @@ async def run_calls(run: RunState, calls: Sequence[ToolCall]) -> None:
     except Finish:
         turn.fill("Not executed: the time limit was reached.")
         raise
+    if turn.images:
+        run.add(shown_images(turn.images), synthetic=True)
     run.check_calls(valid=turn.valid)
 
 
@@ -119,6 +125,8 @@ class _Turn:
         """Of the results that were added."""
         self._programs: dict[int, _Program] = {}
         """By the index of the call."""
+        self.images: dict[str, str] = {}
+        """Name -> `data:` URL of those that the model is to see."""
 
     async def run_group(self) -> None:
         """Run the next calls that may run side by side and add their results in call order.
@@ -129,6 +137,7 @@ class _Turn:
         run.check_time()
         start, made = time.monotonic(), run.parts.delegation
         delegate = None if made is None else made.of(run)
+        look = None if run.parts.vision is None else Look(run, run.parts.vision)
         context = ToolContext(
             sandbox=run.parts.sandbox,
             state=run.parts.tool_state,
@@ -136,6 +145,9 @@ class _Turn:
             env=run.parts.env,
             opened=run.parts.opened,
             delegate=delegate,
+            look=look,
+            shows_images=run.parts.images,
+            reaches_web=any(tool.toolset == "web" for tool in run.parts.tools.values()),
             services=run.parts.services,
         )
         try:
@@ -147,7 +159,7 @@ class _Turn:
         except ExceptionGroup as errors:  # of the recorder: a full disk must stay a DiskFull
             raise errors.exceptions[0] from None
         finally:
-            elsewhere = run.take_hook_seconds() + (0.0 if delegate is None else delegate.seconds)
+            elsewhere = run.take_hook_seconds() + sum(d.seconds for d in (delegate, look) if d)
             run.add_active(max(0.0, time.monotonic() - start - elsewhere))
         if self.done < len(self.calls) and (failed := self.outcomes[self.done]):
             assert failed.error is not None, "a result without an error was added"
@@ -195,6 +207,8 @@ class _Turn:
         offered = self.run.parts.tools.values()
         if tool is None:
             return outcome
+        if outcome.images:
+            return self._with_images(outcome)
         if policy.short_rereads and tool.name == READ_FILE and outcome.ok and self._known(text):
             self.run.note("short_rereads")
             return replace(outcome, text=UNCHANGED, raw_text=outcome.raw_text or text)
@@ -209,6 +223,14 @@ class _Turn:
         if policy.fence_untrusted and outcome.untrusted:
             text = fenced(text, tool.name)
         return outcome if text is outcome.text else replace(outcome, text=text)
+
+    def _with_images(self, outcome: _Outcome) -> _Outcome:
+        """A result whose images the model is to see, unless the turn has too many."""
+        shown = {**self.images, **outcome.images}
+        if sum(map(len, shown.values())) > MAX_TURN_IMAGE_CHARS:
+            return _failed("too many images in one turn; read this one again in the next turn")
+        self.images = shown
+        return outcome
 
     def _known(self, text: str) -> bool:
         call, context = self.calls[self.done], self.run.conversation
@@ -334,6 +356,7 @@ async def _run_one(
         time.monotonic() - start,
         raw_text=result.raw_text,
         untrusted=tool.untrusted or result.untrusted,
+        images=result.images,
     )
 
 
@@ -395,7 +418,7 @@ class _Program:
         async def call_tool(name: str, arguments: str) -> ToolResult:
             tool = run.parts.tools.get(name)
             inner = ToolCall(id=call.id, name=name, arguments=arguments)
-            outcome = await _run_one(run, context, inner, tool)
+            outcome = await _run_one(run, replace(context, shows_images=False), inner, tool)
             if outcome.error is not None:
                 raise outcome.error
             self._watch(inner, tool, outcome.ok)

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         with_wording,
     )
     from hermes_rl.tools.v4a import apply_hunks, parse_patch
+    from hermes_rl.tools.vision import MAX_IMAGE_BYTES, VISION_ANALYZE, image_url
     from hermes_rl.tools.web import MAX_PAGE_CHARS, PROVIDERS, page_text
     from hermes_rl.tools.web_fetch import ALLOW_PRIVATE, MAX_PAGE_BYTES, Fetcher, Page
 else:

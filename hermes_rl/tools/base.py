@@ -71,6 +71,20 @@ class Delegate(Protocol):
         ...
 
 
+class Look(Protocol):
+    """A model that sees."""
+
+    async def __call__(self, image_url: str, question: str) -> str:
+        """Return its answer to a question about an image.
+
+        Args:
+            image_url: a `data:` URL.
+
+        Raises: ToolError, for the agent's model, when there is no answer; what ends the run.
+        """
+        ...
+
+
 class Conversations(Protocol):
     """Earlier conversations: `hermes_rl.sessions.SessionStore`."""
 
@@ -131,6 +145,12 @@ class ToolContext:
     """The call that runs, where `delegate` is there."""
     delegate: Delegate | None = None
     """Runs sub-agents; None where there are none."""
+    look: Look | None = None
+    """Answers questions about images; None where no model does."""
+    shows_images: bool = False
+    """The agent's model sees the images of results."""
+    reaches_web: bool = False
+    """The agent has the toolset `web`: its other tools may fetch public addresses too."""
     services: Services = field(default_factory=Services)
     """What tools of the agent itself work with."""
     call_tool: Callable[[str, str], Awaitable[ToolResult]] | None = None
@@ -153,6 +173,8 @@ class ToolResult:
     """What the tool returned, where a hook replaced it."""
     untrusted: bool = False
     """This result has text of others than the user, though the tool itself is trusted."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """Name -> `data:` URL of images that the model is to see; only with `shows_images`."""
 
 
 Handler = Callable[[ToolContext, dict[str, Any]], Awaitable[ToolResult]]

@@ -18,6 +18,7 @@ from hermes_rl.tools.shell import (
     read_bytes,
     run_script,
 )
+from hermes_rl.tools.vision import image_url
 
 DEFAULT_LINES = 500
 MAX_LINES = 2_000
@@ -45,7 +46,8 @@ class _Window:
 )
 async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {content, total_lines, file_size, truncated, hint?}; of a binary file {type,
-    file_size, hint}, with {width, height} of an image, else {first_bytes}."""
+    file_size, hint}, with {width, height} of an image, else {first_bytes}. The image itself goes to
+    models that see."""
     path, offset = args["path"], args.get("offset", 1)
     limit = min(args.get("limit", DEFAULT_LINES), MAX_LINES)
     try:
@@ -53,8 +55,7 @@ async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     except ToolError as error:
         raise await _with_similar(ctx, path, error) from None
     if (kind := kind_of(file.data)) is not None:
-        fields = _described(kind, file)
-        return ToolResult(text=to_json(fields), data=fields)
+        return _described(ctx, kind, file)
     window = _window(file, offset, limit) if file.whole else await _far(ctx, file, offset, limit)
     if offset > max(window.total, 1):
         raise ToolError(f"offset {offset} is past the end: '{path}' has {window.total} lines")
@@ -67,15 +68,25 @@ async def read_file(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     return ToolResult(text=text, data=fields)
 
 
-def _described(kind: Kind, file: FileBytes) -> dict[str, Any]:
+def _described(ctx: ToolContext, kind: Kind, file: FileBytes) -> ToolResult:
     fields: dict[str, Any] = {"type": kind.name, "file_size": file.size}
+    images: dict[str, str] = {}
     if kind.width is not None:
         fields |= {"width": kind.width, "height": kind.height}
-    if kind.image:
-        hint = "read_file does not show images; use vision_analyze if you have it, or a program"
-        return {**fields, "hint": hint}
-    shown = file.data[:_SHOWN_BYTES].hex(" ")
-    return {**fields, "first_bytes": shown, "hint": "not text; use a program in the terminal"}
+    if not kind.image:
+        fields["first_bytes"] = file.data[:_SHOWN_BYTES].hex(" ")
+        fields["hint"] = "not text; use a program in the terminal"
+    elif not ctx.shows_images:
+        fields["hint"] = (
+            "read_file does not show images; use vision_analyze if you have it, or a program"
+        )
+    else:
+        try:
+            images = {file.path: image_url(file.data, file.size)}
+            fields["hint"] = "the image is in the next message"
+        except ToolError as error:
+            fields["hint"] = f"not shown: {error}"
+    return ToolResult(text=to_json(fields), data=fields, images=images)
 
 
 def _split(data: bytes) -> list[str]:

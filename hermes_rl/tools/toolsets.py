@@ -32,6 +32,7 @@ from hermes_rl.tools.session_search import session_search
 from hermes_rl.tools.skills import skill_manage, skill_view, skills_list
 from hermes_rl.tools.terminal import terminal
 from hermes_rl.tools.todo import todo
+from hermes_rl.tools.vision import VISION_ANALYZE, vision_analyze
 from hermes_rl.tools.web import web_extract, web_search
 from hermes_rl.tools.write_file import write_file
 
@@ -41,7 +42,7 @@ TOOLS: dict[str, Tool] = {
         *(terminal, process, read_file, write_file, patch, search_files),
         *(delegate_task, todo, memory, session_search, clarify),
         *(skills_list, skill_view, skill_manage, execute_code),
-        *(web_search, web_extract),
+        *(web_search, web_extract, vision_analyze),
     )
 } | BROWSER_TOOLS
 """Name -> tool, in the order in which models see them."""
@@ -77,8 +78,8 @@ TOOLSETS: dict[str, Toolset] = {
     "code_execution": Toolset("Run Python that calls other tools.", ("execute_code",)),
     "browser": Toolset("Use web pages in a browser.", tuple(BROWSER_TOOLS)),
     "web": Toolset("Search the web and read its pages.", ("web_search", "web_extract")),
-    "vision": Toolset("Look at images. There is no such tool yet."),
-    "image_gen": Toolset("Make images. There is no such tool; distributions name it."),
+    "vision": Toolset("Look at images.", (VISION_ANALYZE,)),
+    "image_gen": Toolset("Make images. Only a name of distributions: there is no such tool."),
     "none": Toolset("No tools: the model can only answer."),
 }
 DEFAULT_TOOLSETS = ("terminal", "file")
@@ -140,21 +141,26 @@ class Catalogue:
 
     toolsets: Mapping[str, Toolset] = field(default_factory=lambda: TOOLSETS)
     distributions: Mapping[str, Distribution] = field(default_factory=lambda: DISTRIBUTIONS)
+    provided: frozenset[str] = frozenset()
+    """Tools that the run makes usable, whatever they would lack without it."""
 
     @classmethod
     def of(
-        cls, defined: Mapping[str, Toolset], distributions: Mapping[str, Distribution]
+        cls,
+        defined: Mapping[str, Toolset],
+        distributions: Mapping[str, Distribution],
+        provided: frozenset[str] = frozenset(),
     ) -> Catalogue:
         """Add those of a user. Raises: UserError for a taken name, or one that does not exist."""
         if not defined and not distributions:
-            return cls()
+            return cls(provided=provided)
         for what, names, known in (
             ("toolset", defined, TOOLSETS),
             ("distribution", distributions, DISTRIBUTIONS),
         ):
             if taken := sorted(names.keys() & known.keys()):
                 raise UserError(f"the {what} {taken[0]!r} exists already. Choose another name")
-        made = cls({**TOOLSETS, **defined}, {**DISTRIBUTIONS, **distributions})
+        made = cls({**TOOLSETS, **defined}, {**DISTRIBUTIONS, **distributions}, provided)
         for one in defined.values():
             for name in one.tools:
                 if name not in TOOLS:
@@ -181,7 +187,10 @@ class Catalogue:
     def resolve(self, toolsets: Iterable[str]) -> dict[str, Tool]:
         """The tools of these toolsets by name, in the order of `TOOLS`, without those that lack
         something on this machine. Raises: UserError."""
-        return {name: t for name, t in self.possible(toolsets).items() if lacks(t) is None}
+        return {name: t for name, t in self.possible(toolsets).items() if not self._lacks(t)}
+
+    def _lacks(self, tool: Tool) -> str | None:
+        return None if tool.name in self.provided else lacks(tool)
 
     def missing(self, toolsets: Iterable[str], here: bool = True) -> dict[str, str]:
         """Tools of these toolsets that cannot work -> what they lack.
@@ -192,7 +201,9 @@ class Catalogue:
         Raises: UserError.
         """
         tools = self.possible(toolsets).items()
-        reasons = {name: lacks(tool) or (here and lacks_program(tool)) for name, tool in tools}
+        reasons = {
+            name: self._lacks(tool) or (here and lacks_program(tool)) for name, tool in tools
+        }
         return {name: why for name, why in reasons.items() if why}
 
     def possible(self, toolsets: Iterable[str]) -> dict[str, Tool]:

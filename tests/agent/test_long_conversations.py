@@ -19,6 +19,7 @@ from hermes_rl.agent import (
     PRESETS,
     AgentParts,
     AgentResult,
+    AuxiliaryModel,
     ContextParts,
     ContextView,
     Control,
@@ -26,7 +27,6 @@ from hermes_rl.agent import (
     NextContext,
     Progress,
     Replacement,
-    Summariser,
     SummaryEngine,
     load_engine,
     run_agent,
@@ -128,7 +128,8 @@ class Long:
             policy = RetryPolicy(max_attempts=2, base_s=0.01, outage_s=0.2)
             caller = ModelCaller([Route.single("", client, Limiter(8))], self.log, policy)
             if summaries is not None:
-                context = replace(context or ContextParts(), summariser=Summariser(caller, "aux"))
+                auxiliary = AuxiliaryModel(caller, "aux")
+                context = replace(context or ContextParts(), summariser=auxiliary)
             tool = self.tool()
             parts = AgentParts(
                 caller=caller,

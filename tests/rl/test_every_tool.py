@@ -1,8 +1,14 @@
 """One episode that calls every tool in a real sandbox, compared with what was recorded once; what
 comes after a run takes it."""
 
+import base64
 import json
+import struct
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,8 +18,14 @@ from hermes_rl import load_run
 from hermes_rl.cli import main
 from hermes_rl.config import parse_config
 from hermes_rl.messages import AssistantMessage, text_of
-from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest, write_tiny_tokenizer
-from hermes_rl.tools import TOOLS, TOOLSETS, tool_names
+from hermes_rl.testing import (
+    FakeConfig,
+    FakeSearch,
+    FakeServer,
+    ServedRequest,
+    write_tiny_tokenizer,
+)
+from hermes_rl.tools import ALLOW_PRIVATE, TOOLS, TOOLSETS, tool_names
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_tools.json"
 PAGE = (
@@ -22,8 +34,7 @@ PAGE = (
 )
 SERVE = "python3 -m http.server 8000 --directory site >/dev/null 2>&1 & "
 READY = "until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.05; done"
-LATER = {"web_search", "web_extract", "vision_analyze"}
-"""Tools that are yet to be added, here too."""
+PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 1, 1, 8, 2, 0, 0, 0)
 FORMATS = ("openai", "trl", "axolotl", "sharegpt", "atif")
 
 
@@ -54,44 +65,91 @@ TURNS = [
     [call("execute_code", code="import hermes_tools as t\nprint(t.read_file('site/index.html'))")],
     [call("browser_back"), call("browser_press", key="Tab"), call("browser_scroll")],
     [call("browser_get_images"), call("browser_screenshot", path="till.png", full=True)],
+    [call("web_search", query="tills"), call("web_extract", urls=["SITE/page"])],
+    [call("vision_analyze", image_url="till.png", question="Which button is there?")],
+    [call("vision_analyze", image_url="SITE/logo.png", question="Which colour is it?")],
     [call("delegate_task", tasks=[{"goal": "Child: say hello."}])],
 ]
 
 
-def play(request: ServedRequest) -> Any:
+class Pages(BaseHTTPRequestHandler):
+    """A page with text, and an image."""
+
+    def do_GET(self) -> None:
+        image = self.path == "/logo.png"
+        body = PNG if image else b"<article><h1>Tills</h1><p>A till keeps money.</p>"
+        self.send_response(200)
+        self.send_header("Content-Type", "image/png" if image else "text/html")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    """The address of a server with the pages."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def play(site: str, request: ServedRequest) -> Any:
     """The next turn: it follows from how many answers there are."""
     first = text_of(request.messages[1])
     done = sum(isinstance(message, AssistantMessage) for message in request.messages)
     if first.startswith("Child") or done == len(TURNS):
         return "Hello." if first.startswith("Child") else "The till works."
-    return {"calls": TURNS[done]}
+    return json.loads(json.dumps({"calls": TURNS[done]}).replace("SITE", site))
+
+
+def see(request: ServedRequest) -> str:
+    """What the model beside it sees: the bytes of one PNG."""
+    (image,) = [part for part in request.messages[-1].content if part["type"] == "image_url"]
+    head, _, data = image["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    assert base64.b64decode(data).startswith(b"\x89PNG")
+    return f"I see what answers: {text_of(request.messages[-1])}"
 
 
 @pytest.mark.slow
 async def test_an_episode_with_every_tool_is_recorded_exported_and_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    site: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To accept a change, copy the file that the message names to tests/data."""
     monkeypatch.setenv("OPENAI_API_KEY", "canary-8d1e")
-    monkeypatch.setenv("SEARXNG_URL", "http://127.0.0.1:9")  # for the toolset web
+    monkeypatch.setenv(ALLOW_PRIVATE, "1")
     out, task = tmp_path / "run", tmp_path / "task.jsonl"
     row = {"prompt": "Use every tool.", "verify": "grep -aq PNG /workspace/till.png"}
     task.write_text(json.dumps(row))
-    async with FakeServer(FakeConfig(plays={"policy": play})) as server:
+    plays = {"policy": partial(play, site), "seer": see}
+    async with FakeServer(FakeConfig(plays=plays)) as server, FakeSearch("") as search:
+        monkeypatch.setenv("SEARXNG_URL", f"{search.root_url}/searxng")
         config = {
             "dataset": {"path": str(task)},
             "model": {"name": "policy"},
             "endpoint": {"base_url": server.base_url, "tokens": "off"},
             "sandbox": {"backend": "bubblewrap"},
-            "agent": {"toolsets": [name for name in TOOLSETS if tool_names([name])]},
+            "agent": {
+                "toolsets": [name for name in TOOLSETS if tool_names([name])],
+                "vision": {"name": "seer"},
+            },
             "run": {"out": str(out), "workers": 0},
         }
         await arun_batch(parse_config(config), progress=Silent())
     (done,) = load_run(out).arrow("trajectories").to_pylist()
     assert (done["end_reason"], done["reward"]) == ("answered", 1.0)
-    assert {stat["tool"] for stat in done["tool_stats"]} == set(TOOLS) - LATER
+    assert {stat["tool"] for stat in done["tool_stats"]} == set(TOOLS)
+    assert [call["model"] for call in done["calls"] if call["purpose"] == "vision"] == ["seer"] * 2
     found = {
-        "messages": [message[:600] for message in done["messages"]],
+        "messages": [message.replace(site, "SITE")[:600] for message in done["messages"]],
         "tools": {stat["tool"]: [stat["calls"], stat["ok"]] for stat in done["tool_stats"]},
     }
     now = tmp_path / GOLDEN.name

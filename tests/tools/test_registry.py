@@ -14,6 +14,7 @@ from hermes_rl.tools import (
     DISTRIBUTIONS,
     TOOLS,
     TOOLSETS,
+    Catalogue,
     draw_toolsets,
     read_file,
     resolve,
@@ -22,6 +23,9 @@ from hermes_rl.tools import (
     search_files,
     terminal,
 )
+
+ALL = Catalogue(provided=frozenset({"vision_analyze"}))
+"""That of a run that names a model for images."""
 
 
 def test_every_tool_has_a_valid_schema_and_is_in_a_toolset() -> None:
@@ -61,14 +65,14 @@ def test_toolsets_include_each_other_in_one_order(monkeypatch: pytest.MonkeyPatc
     ]
     assert list(resolve(["todo", "coding", "delegation"])) == some
     assert list(resolve(["delegation", "file", "todo", "terminal", "coding"])) == some
-    assert list(resolve(TOOLSETS)) == list(TOOLS)
+    assert list(ALL.resolve(TOOLSETS)) == list(TOOLS)
     assert list(resolve(["file_read"])) == ["read_file", "search_files"]
     assert resolve([]) == resolve(["none"]) == {}
 
 
 def test_the_digest_follows_what_models_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEARXNG_URL", "http://127.0.0.1:9")  # or web_search is not offered
-    assert schema_digest(resolve(TOOLSETS).values()) == schema_digest(TOOLS.values())
+    assert schema_digest(ALL.resolve(TOOLSETS).values()) == schema_digest(TOOLS.values())
     assert schema_digest(resolve(["terminal"]).values()) != schema_digest(TOOLS.values())
     assert [s["function"]["name"] for s in schemas(TOOLS.values())] == list(TOOLS)
 

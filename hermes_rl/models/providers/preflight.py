@@ -133,6 +133,8 @@ def _checked(plan: TokenPlan, config: RunConfig, targets: Sequence[Target] = ())
         why = "model.reasoning is not sent with prompts of ids: the chat template decides"
     elif config.model.stop:
         why = "model.stop is text, and prompts of ids stop at token ids"
+    elif config.model.images:
+        why = "model.images shows the model images, which prompts of ids cannot hold"
     elif targets and targets[0].extra:
         why = "model.extra_body applies to chat requests, and is not sent with prompts of ids"
     for other in targets[1:]:

@@ -136,14 +136,15 @@ def resolve_targets_by_model(config: RunConfig) -> dict[str, tuple[Target, ...]]
 
 
 def resolve_env_targets(config: RunConfig) -> dict[str, tuple[Target, ...]]:
-    """Purpose (`judge`, `user`, `summary`, `scoring.judges.0` and so on) -> where the calls go to
-    the model that the run names for it beside the policy.
+    """Purpose (`judge`, `user`, `summary`, `vision`, `scoring.judges.0` and so on) -> where the
+    calls go to the model that the run names for it beside the policy.
 
     Raises: UserError for a model that no endpoint serves; and as `resolve_targets`.
     """
     named = {use: getattr(config.env, use, None) for use in ("judge", "user")}
     places = {f"env.{use}": place for use, place in named.items()}
     places["agent.context.summary"] = config.agent.context.summary
+    places["agent.vision"] = config.agent.vision
     found = {
         key.rpartition(".")[2]: place_targets(place, config.endpoint, config.providers, key)
         for key, place in places.items()
