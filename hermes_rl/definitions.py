@@ -202,7 +202,7 @@ def changed_tools(config: RunConfig, before: Mapping[str, Any]) -> str | None:
         return None
     policy, catalogue = policy_of(config), catalogue_of(config.agent)
     every = with_wording(catalogue.possible(toolsets), policy.wording)
-    now = {name for name, tool in every.items() if lacks(tool) is None}
+    now = every.keys() & catalogue.resolve(toolsets).keys()
     then = _offered_then(every, agent.get("tools")) or now
     absent = _without(config, every).get("without", [])
     if "without" in agent:  # runs of earlier versions do not know

@@ -118,7 +118,9 @@ async def test_another_model_answers_about_an_image(
 ) -> None:
     models.turns = [[look("a.png"), look("sub/b.jpg", "And this?")]]
     files = {"a.png": image(), "sub/b.jpg": image("JPEG")}
-    row = await row_of(config(tmp_path, server, files))
+    made = config(tmp_path, server, files)
+    row = await row_of(made)
+    assert (await arun_batch(made, progress=Silent())).stopped is None, "it resumes"
     assert results_of(row) == [{"analysis": "A red field."}] * 2
     looked = {text_of(request.messages[-1]): request.messages for request in models.looks}
     assert images_of(looked["What is it?"][-1]) == [files["a.png"]]
