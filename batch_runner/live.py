@@ -9,6 +9,7 @@ neither time nor memory depends on the length of the run.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -61,6 +62,9 @@ from hermes_rl.tasks import Task
 
 if TYPE_CHECKING:
     from hermes_rl.rl import Grader
+
+
+_log = logging.getLogger(__name__)
 
 
 class GroupPlan(Plan):
@@ -167,6 +171,7 @@ class LiveGroups:
         """Rows of groups to deliver, and whether they were delivered before."""
         self._undecided: dict[str, Delivery] = {}
         """Groups without an acknowledgement, complete or delivered."""
+        self._warned = False
         self._closing: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -301,10 +306,21 @@ class LiveGroups:
 
     def _keeps_up(self) -> bool:
         """Whether the trainer keeps up with the groups, or waits for one more."""
+        started = sum(group.started for group in self._open.values())
         complete = len(self._queue) + len(self._closing)
+        most, open_groups = self.options.max_unacknowledged, len(self._undecided)
+        if open_groups + len(self._closing) + started >= most:
+            if open_groups >= most and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "no further group starts: %d groups are neither acknowledged nor rejected. Call"
+                    " group.ack or group.reject, or set max_unacknowledged",
+                    open_groups,
+                )
+            return False
         if self.options.ahead:
             return complete < self.options.ahead
-        return complete + sum(g.started for g in self._open.values()) < self._wanted
+        return complete + started < self._wanted
 
     def take(self) -> WorkItem | None:
         """Return the next member; None if none may start now."""
@@ -637,6 +653,7 @@ class LiveGroups:
             self._undecided[delivery.group_id] = delivery
             raise
         self._counts[event] += 1
+        self.source.wake()
 
     def _delivery_of_open(self, group: OpenGroup) -> Delivery:
         row = {"group_id": group.group_id, "task_id": group.task_id, "rewards": []}

@@ -35,6 +35,7 @@ from hermes_rl.rl.staleness import Staleness
 Advantage = Literal["grpo", "rloo", "dr_grpo"]
 _RUNNER = "batch_runner"
 _HOLD_S = 0.01
+MAX_UNACKNOWLEDGED = 10_000
 WARN_S = 3.0
 """Seconds after which `pause` names the workers that it waits for."""
 _log = logging.getLogger(__name__)
@@ -241,6 +242,18 @@ class LiveOptions:
     ahead: int
     resume_step: int | None
     staleness: Staleness = field(default_factory=lambda: Staleness("none"))
+    max_unacknowledged: int = MAX_UNACKNOWLEDGED
+
+    def __post_init__(self) -> None:
+        step, kinds = self.resume_step, get_args(Advantage)
+        if self.advantage not in kinds:
+            raise UserError(f"advantage: {self.advantage!r} is not one of {', '.join(kinds)}")
+        if self.ahead < 0:
+            raise UserError("ahead must be at least 0")
+        if self.max_unacknowledged < 1:
+            raise UserError("max_unacknowledged must be at least 1")
+        if step is not None and (type(step) is not int or step < 0):
+            raise UserError(f"resume_step: {step!r} is not a step: a whole number from 0")
 
 
 class Runner(Protocol):
@@ -346,6 +359,7 @@ def rollouts(
     limit: int | None = None,
     advantage: Advantage = "grpo",
     ahead: int | None = None,
+    max_unacknowledged: int = MAX_UNACKNOWLEDGED,
     selection: Selection | None = None,
     resume_step: int | None = None,
     staleness: Staleness | None = None,
@@ -365,6 +379,7 @@ def rollouts(
         advantage: the kind in `member.advantage`.
         ahead: complete groups that wait for the trainer, at most; no new group starts beyond that.
             0 starts a group only when the trainer waits for one.
+        max_unacknowledged: groups without `ack` and `reject`; at that number no new group starts.
         selection: which groups are delivered.
         resume_step: the step of the checkpoint that the trainer was restored from. Groups that were
             acknowledged with a later step are delivered again.
@@ -383,15 +398,10 @@ def rollouts(
         "env": section,
     }
     parsed = parse_config(_merge(data, config or {}), "rollouts")
-    if advantage not in get_args(Advantage):
-        raise UserError(f"advantage: {advantage!r} is not one of {', '.join(get_args(Advantage))}")
     waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
-    if waiting < 0:
-        raise UserError("ahead must be at least 0")
-    if resume_step is not None and (type(resume_step) is not int or resume_step < 0):
-        raise UserError(f"resume_step: {resume_step!r} is not a step: a whole number from 0")
     old = staleness or Staleness("none")
-    options = LiveOptions(policy, selection or Selection(), advantage, waiting, resume_step, old)
+    chosen = selection or Selection()
+    options = LiveOptions(policy, chosen, advantage, waiting, resume_step, old, max_unacknowledged)
     return RolloutStream(parsed, options)
 
 

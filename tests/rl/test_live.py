@@ -133,6 +133,29 @@ async def test_with_ahead_0_a_group_starts_only_when_the_trainer_waits_for_it(la
     assert not load_run(lab.out).failures.shape[0]
 
 
+async def test_a_trainer_that_acknowledges_nothing_stops_the_rollouts_in_one_line(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        stream = open_stream(lab, server, max_unacknowledged=3, concurrency=SIZE)
+        async with stream, asyncio.timeout(60):
+            taken = [await anext(stream) for _ in range(3)]
+            waiting = asyncio.ensure_future(anext(stream))
+            while not caplog.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert not waiting.done()
+            assert caplog.messages == [
+                "no further group starts: 3 groups are neither acknowledged nor rejected. Call"
+                " group.ack or group.reject, or set max_unacknowledged"
+            ]
+            assert len(stream.counts()) == 1
+            await taken[0].ack(step=1)
+            assert (await waiting).task_id not in {group.task_id for group in taken}
+    with pytest.raises(UserError, match="max_unacknowledged must be at least 1"):
+        open_stream(lab, None, max_unacknowledged=0)
+
+
 async def test_refused_groups_are_stored_with_the_reason(lab: Lab) -> None:
     lab.write(TALK)
     selection = Selection(drop_equal=True, solve_rate=(0.5, 1.0), early_stop=2)
