@@ -70,6 +70,7 @@ class TrlEnvironments:
         self._open = open_guests(env, split=split, seed=seed, sections=sections)
         self._stack = ExitStack()
         self._rollouts: list[GuestRollout] = []
+        self._opened: Guests | None = None
         self.first = Step()
         """The first request of the first task: all tasks must have its system prompt and tools."""
 
@@ -79,7 +80,7 @@ class TrlEnvironments:
             guests = self._home.run(self._open.__aenter__())
             stack.callback(lambda: self._home.run(self._open.__aexit__(None, None, None)))
             stack.callback(lambda: self._home.run(self._close()))
-            self._guests: Guests = guests
+            self._opened = guests
             self._check(type(guests.host.env))
             self.first = self.run(self._new_rollout().reset(0))
             if self.first.end is not None:
@@ -95,12 +96,21 @@ class TrlEnvironments:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._opened = None
         self._stack.close()
+
+    @property
+    def _guests(self) -> Guests:
+        if self._opened is None:
+            raise UserError(
+                "not open. Use `with TrlEnvironments(...) as environments`, and train in it"
+            )
+        return self._opened
 
     def __call__(self) -> _TrlEnvironment:
         """Make an environment object: TRL makes one for each rollout of a batch."""
-        member = (len(self._rollouts) - 1) % self._group_size
-        made: _TrlEnvironment = self._class(self, self._new_rollout(), member)
+        member, rollout = (len(self._rollouts) - 1) % self._group_size, self._new_rollout()
+        made: _TrlEnvironment = self._class(self, rollout, member)
         return made
 
     def rows(self, count: int) -> list[dict[str, Any]]:
@@ -157,8 +167,12 @@ class _TrlEnvironment:
         self._owner, self._rollout, self._member = owner, rollout, member
         self._step = Step()
 
-    def reset(self, *, index: int, **_: Any) -> str:
+    def reset(self, *, index: int | None = None, **_: Any) -> str:
         """Start the rollout of a task; returns the question. TRL passes the row of the dataset."""
+        if index is None:
+            raise UserError(
+                "the dataset has no column `index`. Make it with `environments.rows(n)`"
+            )
         self._step = self._owner.run(self._rollout.reset(index, self._member))
         if self._step.end is not None:
             return ""

@@ -29,6 +29,14 @@ async def compute_reward(self, task, trajectory, ctx):
 """
 
 
+def test_use_outside_of_its_block_or_with_another_dataset_is_one_line() -> None:
+    environments = TrlEnvironments(MATH)
+    with pytest.raises(UserError, match="not open"):
+        environments()
+    with environments, pytest.raises(UserError, match="no column `index`"):
+        environments().reset(prompt=[])
+
+
 def answer(text: str) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": text}]
 
