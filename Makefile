@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 given = $(if $(filter command,$(firstword $(origin $(1)))),$(2) '$($(1))')
 DEMO_ARGS = $(call given,MODEL,--model) $(call given,BASE_URL,--base-url) $(call given,API_KEY_ENV,--api-key-env)
 PROVE_ARGS ?=
-CHAOS_ARGS = $(call given,N,--n) $(call given,SEED,--seed)
+CHAOS_ARGS = $(call given,N,--n) $(call given,SEED,--seed) $(call given,STOP,--stop)
 PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
@@ -58,7 +58,7 @@ bench-atropos: dev-venv ## compare env process with atroposlib on the same work 
 	@bash scripts/venv.sh .venv-atropos locks/atropos.txt
 	@$(RUN) tests/bench/atropos.py --atropos .venv-atropos/bin/python
 
-chaos: dev-venv ## kill runs at random moments and check their records (N=200 SEED=1)
+chaos: dev-venv ## kill, suspend, merge and damage runs at random moments and check their records (N=300 SEED=1 STOP=60)
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
 
 prove: prove-venv ## train a small model with rl.rollouts() on this CPU: three seeds and their controls, with a plot

@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -38,7 +39,8 @@ def run(request: dict[str, Any], outputs: list[int]) -> NoReturn:
     """Be `hermes-rl run ARGUMENTS`, in a session and process group of its own.
 
     Args:
-        request: `arguments` and `env`, all of it.
+        request: `arguments` and `env`, all of it. `HERMES_TEST_CLOCK=SECONDS` makes the time of day
+            jump by so many seconds after a second.
         outputs: for standard output and standard error.
     """
     code = 1
@@ -52,12 +54,20 @@ def run(request: dict[str, Any], outputs: list[int]) -> NoReturn:
         sys.stderr = os.fdopen(2, "w", errors="backslashreplace", buffering=1)
         os.environ.clear()
         os.environ.update(request["env"])
+        if jump := float(os.environ.pop("HERMES_TEST_CLOCK", "0")):
+            jump_clock(jump)
         code = main(["run", *request["arguments"]])
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def jump_clock(seconds: float) -> None:
+    """Let `time.time` jump in this process, but not the monotonic clock."""
+    now, begun = time.time, time.monotonic()
+    time.time = lambda: now() + (seconds if time.monotonic() - begun > 1.0 else 0.0)
 
 
 def fork(client: socket.socket) -> tuple[int, int]:

@@ -390,6 +390,8 @@ class ParquetReader(threading.Thread):
             for part in self.out.glob("*/part-*.parquet"):
                 try:
                     read = pq.read_table(part)
+                except FileNotFoundError:  # merged since it was listed
+                    break
                 except (pa.ArrowInvalid, OSError) as error:
                     self.fault = f"{part}: {error}"
                     return

@@ -4,9 +4,11 @@
 
 Each round draws one to three faults from its own seed: kill -9 of the driver, of a worker or of
 both, a crash point of the commit protocol, Ctrl-C once or twice, killed sandboxes, driver or
-workers suspended for longer than the lease (SIGSTOP), or a disk that stalls for a while, followed
-by Ctrl-C twice. Prints one line per round and a report. Exits with 1 when a round broke a promise,
-and keeps its folder.
+workers suspended for longer than the lease (SIGSTOP; `--stop 60` for up to so many seconds), a disk
+that stalls for a while, followed by Ctrl-C twice, a disk that is full for a while (as root), or a
+clock that jumps by up to a day. Between two starts, runs are merged, also interrupted, and files
+are damaged or deleted and repaired. Prints one line per round and a report. Exits with 1 when a
+round broke a promise, and keeps its folder.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import faults
 import kit
 from conftest import ray_cluster
 
@@ -44,7 +47,8 @@ COSTS = ("usage", "cost_usd", "unpriced_calls")
 """Columns that change with retried calls."""
 FAULTS = (
     *("driver", "driver", "driver", "crash", "crash", "interrupt", "twice", "sandboxes"),
-    *("stop", "stall", "stall"),
+    *("stop", "stall", "stall", "full", "full", "clock", "merge", "merge", "merge"),
+    *("damage", "damage", "damage"),
 )
 RAY_FAULTS = (*FAULTS, "worker", "worker", "both", "both", "stop", "stop worker", "stop worker")
 LEASE_S = 6.0
@@ -82,8 +86,9 @@ class Round:
 class Chaos:
     """Runs one round after another."""
 
-    def __init__(self, folder: Path, cluster: dict[str, str]) -> None:
+    def __init__(self, folder: Path, cluster: dict[str, str], stop_s: float = STOP_S) -> None:
         self.folder = folder
+        self.stop_s = stop_s
         self.cluster = cluster
         self.undisturbed: dict[str, dict[str, Any]] = {}
         """Sandbox -> the rows of a run without faults."""
@@ -95,8 +100,9 @@ class Chaos:
         folder.mkdir()
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(300):
-                await self._run(this, chance, folder)
+            with faults.small_disk(folder) if chance.random() < 0.5 else nullcontext():
+                async with asyncio.timeout(300 + 5 * self.stop_s):
+                    await self._run(this, chance, folder)
         except (AssertionError, TimeoutError, KeyError, OSError) as error:
             this.fault = f"{type(error).__name__}: {str(error)[:2000]}"
         else:
@@ -117,6 +123,7 @@ class Chaos:
                 arguments = self._arguments(this, folder, rows, server)
                 run = await self._start(this, chance, arguments, None if last else out, server)
                 this.starts += 1
+                assert "Traceback" not in run.errors, run.errors[-2000:]
                 marks.append(run.mark)
                 receipts.update(run.receipts())
             assert run.process.returncode in (0, 1), run.errors[-2000:]
@@ -153,25 +160,37 @@ class Chaos:
         target: Path | None,
         server: FakeServer,
     ) -> kit.RunProcess:
-        faults = RAY_FAULTS if this.workers else FAULTS
-        fault_kind = chance.choice(faults) if target is not None else "none"
+        choices = RAY_FAULTS if this.workers else FAULTS
+        fault_kind = chance.choice(choices) if target is not None else "none"
         env = dict(self.cluster) if this.workers else {}
         if fault_kind == "crash":
-            point = f"{chance.choice(CRASH_POINTS)}:{chance.randint(1, 4)}"
-            env[CRASH_VARIABLE] = point
-            this.faults.append(f"crash {point}")
+            env[CRASH_VARIABLE] = f"{chance.choice(CRASH_POINTS)}:{chance.randint(1, 4)}"
         elif fault_kind == "stall":
             env[CRASH_VARIABLE] = f"{chance.choice(STALL_POINTS)}:1:{chance.choice(STALLS_S)}"
-            this.faults.append(f"stall {env[CRASH_VARIABLE]}")
-        elif target is not None:
-            this.faults.append(fault_kind)
+        elif fault_kind == "clock":
+            env["HERMES_TEST_CLOCK"] = str(chance.randint(-86_400, 86_400))
+        detail = env.get(CRASH_VARIABLE) or env.get("HERMES_TEST_CLOCK", "")
+        if target is not None:
+            this.faults.append(f"{fault_kind} {detail}".strip())
         run = await kit.start_run(*arguments, env=env)
         if target is not None and fault_kind != "crash":
             at = server.requests + chance.randint(1, REQUESTS * 2 // 3)
             if await _reached(server, run, at):
-                await _inject(fault_kind, run, target)
-        await run.wait(150)
+                await self._inject(fault_kind, run, target, chance)
+        await run.wait(150 + self.stop_s)
+        if target is not None and fault_kind in ("merge", "damage"):
+            this.faults[-1] = await getattr(faults, fault_kind)(target, chance)
         return run
+
+    async def _inject(
+        self, fault_kind: str, run: kit.RunProcess, target: Path, chance: random.Random
+    ) -> None:
+        if fault_kind == "full":
+            await _fill(run, target.parent, chance)
+        elif fault_kind in ("merge", "damage"):
+            await _inject("driver", run, target)
+        else:
+            await _inject(fault_kind, run, target, chance.uniform(LEASE_S + 3, self.stop_s))
 
     def _check(
         self, out: Path, server: FakeServer, receipts: dict[str, int], error_rate: float
@@ -230,10 +249,22 @@ async def _reached(server: FakeServer, run: kit.RunProcess, requests: int) -> bo
     return run.process.returncode is None
 
 
-async def _inject(fault_kind: str, run: kit.RunProcess, out: Path) -> None:
+async def _fill(run: kit.RunProcess, folder: Path, chance: random.Random) -> None:
+    """Fill the disk until the run ends, at most for some seconds."""
+    ballast = faults.fill(folder, chance)
+    if ballast is None:
+        kit.kill(run.pid)
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(chance.choice([1, 5, 15])):
+            await run.process.wait()
+    ballast.unlink()
+
+
+async def _inject(fault_kind: str, run: kit.RunProcess, out: Path, stop_s: float = STOP_S) -> None:
     workers = [pid for pid in kit.worker_pids(out) if pid != run.pid]
     if fault_kind in ("stop", "stop worker"):
-        await _stop([run.pid] if fault_kind == "stop" else workers[:1])
+        await _stop([run.pid] if fault_kind == "stop" else workers[:1], stop_s)
     if fault_kind in ("worker", "both"):
         for pid in workers[: 1 if fault_kind == "worker" else None]:
             kit.kill(pid)
@@ -250,12 +281,12 @@ async def _inject(fault_kind: str, run: kit.RunProcess, out: Path) -> None:
             kit.kill(pid)
 
 
-async def _stop(pids: list[int]) -> None:
+async def _stop(pids: list[int], seconds: float) -> None:
     """Suspend processes for longer than the lease, as Ctrl-Z or a preempted machine does."""
     with suppress(ProcessLookupError):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(STOP_S)
+        await asyncio.sleep(seconds)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
 
@@ -280,11 +311,7 @@ async def run_all(chaos: Chaos, rounds: list[Round]) -> None:
 
 def report(rounds: list[Round]) -> dict[str, Any]:
     """Totals over all rounds."""
-    faults = Counter(
-        fault_kind.partition(":")[0].partition(" publish-")[0]
-        for r in rounds
-        for fault_kind in r.faults
-    )
+    faults = Counter(fault_kind.partition(" ")[0] for r in rounds for fault_kind in r.faults)
     return {
         "rounds": len(rounds),
         "failed": [r.number for r in rounds if r.fault],
@@ -300,6 +327,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--ray", type=float, default=0.25, help="share of rounds with Ray workers")
+    parser.add_argument("--stop", type=float, default=STOP_S, help="longest SIGSTOP, seconds")
     parser.add_argument("--keep", type=Path, help="folder for what failed")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="hermes-chaos-"))
@@ -313,7 +341,7 @@ def main() -> int:
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     rounds = [draw(options.first + n, options.seed, options.ray) for n in range(options.n)]
     with ray_cluster() if any(r.workers for r in rounds) else nullcontext({}) as address:
-        asyncio.run(run_all(Chaos(folder, address), rounds))
+        asyncio.run(run_all(Chaos(folder, address, options.stop), rounds))
     totals = report(rounds)
     print(json.dumps(totals, indent=2))
     if totals["failed"]:
