@@ -32,7 +32,8 @@ from hermes_rl.store import COMPACTION_POINTS, CRASH_POINTS, load_run
 
 EXAMPLES = int(os.environ.get("HERMES_RL_MACHINE_EXAMPLES", "0"))
 RECOVERY = [p for p in CRASH_POINTS if not p.startswith("attempt-")]
-STALLS = [p for p in CRASH_POINTS if p[:8] in ("attempt-", "publish-") and not p.endswith("-torn")]
+WRITING = ("attempt-2", "attempt-3", "attempt-4", "publish-")
+STALLS = [p for p in CRASH_POINTS if p.startswith(WRITING) and not p.endswith("-torn")]
 
 
 def moments(points: list[str], passing: int) -> st.SearchStrategy[str]:
