@@ -139,7 +139,7 @@ def test_any_sequence_of_steps(play: Play, run_path: Path) -> None:
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=EXAMPLES or 6,
+            max_examples=EXAMPLES or 4,
             stateful_step_count=8 if EXAMPLES else 5,
             derandomize=not EXAMPLES,
             database=None,
