@@ -160,7 +160,7 @@ def simulate(
         "units/s": round(units),
         "days": round(UNITS / units / 86400, 1),
         "driver load": round(load, 2),
-        "p99 wait s": round(sorted(waits)[int(0.99 * arrivals)], 3) if load < 1 else "grows",
+        "p99 wait s": round(sorted(waits)[int(0.99 * arrivals)], 3) if load < 1 else "unbounded",
         "rows/batch": round(rows),
         "PUT/s": round(batches * OBJECTS),
         "of S3 prefix": f"{batches * OBJECTS / PUTS_PER_S:.0%}",
