@@ -32,6 +32,7 @@ from hermes_rl.store import (
     OpenOptions,
     PartWriter,  # noqa: F401
     Publisher,
+    RunDir,
     SealPolicy,
     compact_run,
     open_run,
@@ -117,7 +118,7 @@ async def run_units(plan: Plan, driver: Driver, journal: JournalWriter, log: Att
             group.create_task(unit(number))
 
 
-async def stall(plan: Plan) -> None:
+async def stall(plan: Plan, crash_at: str) -> None:
     """A driver that dies after its dispatches, and its worker, which outlives it and is suspended
     at a crash point."""
     path = Path(plan.path)
@@ -126,12 +127,13 @@ async def stall(plan: Plan) -> None:
     tried = {n: driver.ledger.next_attempt(scripted_rows.unit_id(n)) for n in range(plan.units)}
     todo = [n for n in tried if driver.ledger.disposition(scripted_rows.unit_id(n)) == "open"]
     policy = SealPolicy(rows=ROWS_PER_BATCH)
-    async with JournalWriter(driver.run_dir, driver.epoch, 1, policy=policy) as journal:
-        for number in todo:
-            item = scripted_rows.make_item(number, tried[number], driver.epoch)
-            driver.dispatch(item, journal.writer)
-            log.note("started", number, driver.epoch, tried[number])
-        driver.release()
+    for number in todo:
+        item = scripted_rows.make_item(number, tried[number], driver.epoch)
+        driver.dispatch(item, f"{driver.epoch}-1")
+        log.note("started", number, driver.epoch, tried[number])
+    driver.release()
+    os.environ["HERMES_RL_CRASH_AT"] = crash_at  # of the worker only: its driver holds LOCK
+    async with JournalWriter(RunDir(path), driver.epoch, 1, policy=policy) as journal:
         publisher = Publisher(journal)
         for number in todo:
             cause = plan.cause(number, tried[number])
@@ -153,7 +155,8 @@ def work(do: str, order: dict[str, Any]) -> None:
         compact_run(grace_s=0.0, **order)
     elif do == "stall":
         with patch.object(CrashHook, "die", lambda hook: os.kill(os.getpid(), signal.SIGSTOP)):
-            asyncio.run(stall(Plan(**order)))
+            crash_at = os.environ.pop("HERMES_RL_CRASH_AT")
+            asyncio.run(stall(Plan(**order), crash_at))
     else:
         asyncio.run(play(Plan(**order)))
 
