@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -141,7 +140,7 @@ def regrade(
     from hermes_rl.aio import run_sync
     from hermes_rl.config import parse_assignment
 
-    _find_modules_here()
+    run.find_modules_here()
     changes = [parse_assignment(text) for text in settings or ()]
     done = run_sync(work(path, changes, concurrency=concurrency))
     if as_json:
@@ -157,19 +156,12 @@ def regrade(
     return ExitCode.GIVEN_UP if done.failed or done.unscored else ExitCode.DONE
 
 
-def _find_modules_here() -> None:
-    """Make modules in the current folder importable, as with `python -m`."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-
-
 def _config(mode: Mode, values: dict[str, Any]) -> RunConfig:
     """The configuration of flags, --set, --config and the environment, in this order. Raises:
     UserError."""
     from hermes_rl.config import check_keys, parse_config
 
-    _find_modules_here()
+    run.find_modules_here()
     file: Path | None = values["config"]
     options = SERVE if mode == "serve" else OPTIONS
     data, written = run.merge_options(values, options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +35,9 @@ LEAST_TASKS = 30
 
 _ABSENT = ("dataset", "model", "out", "pilot", "limit", "dry_run")
 _EVAL = run.load_options("eval")
-OPTIONS = {**_EVAL, **{k: v for k, v in run.OPTIONS.items() if k not in (*_ABSENT, *_EVAL)}}
+_OF_ENV = {k: v for k, v in run.load_options("env").items() if k in ("split", "env_seed", "user")}
+_RUN = {k: v for k, v in run.OPTIONS.items() if k not in (*_ABSENT, *_EVAL)}
+OPTIONS = {**_EVAL, **_OF_ENV, **_RUN}
 
 
 @dataclass
@@ -48,6 +51,8 @@ class _Evaluation:
     """Of the benchmark: its version and the published figure."""
     prefix: str = ""
     """Of its files: a rescore leaves those of the evaluation alone."""
+    is_env: bool = False
+    """Whether it is an environment."""
     configs: dict[str, RunConfig] = field(default_factory=dict)
     """Model -> its run."""
 
@@ -84,6 +89,7 @@ def _prepare(values: dict[str, Any]) -> _Evaluation:
     from hermes_rl.config import check_keys, parse_config, set_key
     from hermes_rl.evals import file_name
 
+    run.find_modules_here()
     data, written = run.merge_options(values, OPTIONS)
     check_keys(data, "eval", written)
     stored = values["rescore"]
@@ -105,7 +111,6 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     """Settle what is evaluated, and write its tasks beside the runs."""
     from hermes_rl.config import set_key
     from hermes_rl.evals import BENCHMARKS, file_name, load_benchmark, shuffled
-    from hermes_rl.rl import known_environments
     from hermes_rl.sources import mapped_rows
 
     target, limit = values["target"], values["limit"]
@@ -113,13 +118,12 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
         if values[option] is not None and not values[option] > 0:
             raise UserError(f"--{option} must be above 0")
     columns = run.parse_column_map(values["columns"])
+    if _is_environment(target):
+        return _environment(values, data)
+    if "env" in data:
+        raise UserError(f"--split, --env-seed and --user are for environments; {target} is none")
     name = file_name(Path(target).stem)
     root = Path(values["out"] or f"runs/eval-{name}")
-    if target in known_environments() or ".py:" in target:
-        if limit is None:
-            raise UserError("an environment may have endless tasks. Say how many: --limit 100")
-        data["env"] = {"name": target, "split": "eval", "mode": "evaluate", **data.get("env", {})}
-        return _Evaluation(name, root, limit, {})
     about: dict[str, Any] = {}
     if target in BENCHMARKS:
         loaded = load_benchmark(target, values["data"])
@@ -143,6 +147,45 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     _write_tasks(path, [json.dumps(row, default=str) + "\n" for row in chosen])
     set_key(data, "dataset.path", str(path))
     return _Evaluation(name, root, len(chosen), about, prefix)
+
+
+def _is_environment(target: str) -> bool:
+    """Whether `hermes-rl env` takes it: a known name, module:Class, or a file or folder of code."""
+    from hermes_rl.rl import known_environments
+
+    where = target.partition(":")[0]
+    if where.endswith(".py") or (Path(where).expanduser() / "__init__.py").is_file():
+        return True
+    return where in known_environments() or bool(re.fullmatch(r"[\w.]+:\w+", target))
+
+
+def _environment(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
+    """Settle which tasks of an environment are evaluated."""
+    from hermes_rl.config import parse_config
+    from hermes_rl.evals import file_name
+    from hermes_rl.rl import env_rows, settle_env
+
+    target, limit = values["target"], values["limit"]
+    for option, key in (("--data", "data"), ("--map", "columns"), ("--rescore", "rescore")):
+        if values[key]:
+            fix = "Use hermes-rl env regrade" if key == "rescore" else "Leave it out"
+            raise UserError(f"{option} is for datasets, and {target} is an environment. {fix}")
+    env = {"name": target, "split": "eval", "mode": "evaluate", **data.get("env", {})}
+    if judges := data.get("scoring", {}).pop("judges", None):
+        env["judge"] = {"name": judges[-1], **env.get("judge", {})}
+    data["env"] = env
+    probe = {**data, "model": {"name": "noop"}, "dataset": {"limit": limit}}
+    _, opened = settle_env(parse_config(probe, "eval"))
+    assert opened is not None
+    tasks = [json.dumps({"task_hash": row.task_hash}) + "\n" for row in env_rows(opened, limit)]
+    if not tasks:
+        raise UserError(f"environment {target} has no tasks in the split {env['split']!r}")
+    where = Path(target.partition(":")[0]).name.removesuffix(".py")
+    name = file_name(where.rpartition(".")[2])
+    root = Path(values["out"] or f"runs/eval-{name}")
+    root.mkdir(parents=True, exist_ok=True)
+    _write_tasks(root / "tasks.jsonl", tasks)
+    return _Evaluation(name, root, len(tasks), {}, is_env=True)
 
 
 def _write_tasks(path: Path, lines: list[str]) -> None:
@@ -256,8 +299,10 @@ def _is_narrow(evaluation: _Evaluation, width: float | None) -> bool:
 
 
 def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
+    from hermes_rl.rl import SUMMARY_METRICS
+
     summaries, comparisons = _summaries(evaluation)
-    result = {
+    result: dict[str, Any] = {
         "name": evaluation.name,
         **evaluation.about,
         "models": {
@@ -283,6 +328,9 @@ def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
             for pair in comparisons
         ],
     }
+    metrics = _env_metrics(evaluation)
+    for model, found_metrics in metrics.items():
+        result["models"][model]["metrics"] = found_metrics
     text = json.dumps(result, indent=2)
     path = evaluation.root / f"{evaluation.prefix}evaluation.json"
     path.write_text(text + "\n", encoding="utf-8")
@@ -296,12 +344,28 @@ def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
             f"{found.name}: {found.variance.advice}" for found in summaries if found.tasks > 1
         ]
     lines += [str(pair) for pair in comparisons]
+    for model, values in metrics.items():
+        more = {name: values[name] for name in values.keys() - SUMMARY_METRICS}
+        lines += [f"{model}: {name} {value:.4g}" for name, value in sorted(more.items())]
     if evaluation.about:
         lines += [
             f"data: {evaluation.about['version']}",
             f"published: {evaluation.about['published']}",
         ]
     run.print_lines([*lines, f"runs: {evaluation.root}"])
+
+
+def _env_metrics(evaluation: _Evaluation) -> dict[str, Any]:
+    """Model -> the metrics of an environment, which are also written as `env evaluate` does."""
+    if not evaluation.is_env:
+        return {}
+    from hermes_rl.aio import run_sync
+    from hermes_rl.rl import write_evaluation
+
+    return {
+        model: run_sync(write_evaluation(Path(config.run.out or "")))
+        for model, config in evaluation.configs.items()
+    }
 
 
 def _finite_shares(found: Summary) -> dict[str, float | None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -163,6 +165,13 @@ def merge_options(
             set_key(data, option.key, _value(name, values[name]))
             written[option.key] = f"--{name.replace('_', '-')} {values[name]}"
     return data, written
+
+
+def find_modules_here() -> None:
+    """Make modules in the current folder importable, as with `python -m`."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
 
 
 def _value(flag: str, value: Any) -> Any:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hermes_rl.rl.cpu import Pool
     from hermes_rl.rl.environment import EnvConfig, Environment, make_task
     from hermes_rl.rl.episodes import Host, open_host
-    from hermes_rl.rl.evaluation import write_evaluation
+    from hermes_rl.rl.evaluation import SUMMARY_METRICS, write_evaluation
     from hermes_rl.rl.feed import Row, RowFeed, make_rows
     from hermes_rl.rl.groups import (
         INTERRUPTED,

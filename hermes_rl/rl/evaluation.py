@@ -33,6 +33,15 @@ _FINISH = {
 """End reason -> finish reason of chat endpoints; every other end reason keeps its name."""
 
 
+SUMMARY_METRICS = frozenset(
+    (
+        *("reward", "reward_low", "reward_high", "solved", "solved_low", "solved_high"),
+        *("tasks", "units", "never_graded", "failed_attempts"),
+    )
+)
+"""Metrics of every evaluation."""
+
+
 async def write_evaluation(path: Path, opens: OpensHost = open_host) -> Metrics:
     """Write metrics.json, samples.jsonl and evaluate_config.yaml of a finished evaluation.
 

@@ -155,6 +155,55 @@ def test_results_of_changed_tasks_are_in_no_score(tmp_path: Path) -> None:
     assert run_cli(*command, "--width", "0", cwd=tmp_path).code == 2
 
 
+ENVIRONMENT = """
+from hermes_rl.rl import *
+
+class Config(EnvConfig):
+    sandboxed: bool = False
+
+class Numbers(Environment[Config]):
+    name = "numbers"
+    splits = ("train", "eval")
+    Config = Config
+
+    def tasks(self, split, seed):
+        for n in range(12 if split == "eval" else 3):
+            yield make_task(f"Number {n}?", id=f"n{n}", answer=n, oracle=f'["{n}"]')
+
+    async def compute_reward(self, task, trajectory, ctx):
+        return float(trajectory.final_response == str(task.metadata["answer"]))
+
+    async def evaluate(self, run):
+        return {"longest": max(len(text) for text in run.trajectories["final_response"])}
+"""
+
+
+def test_an_environment_is_evaluated_like_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "numbers_env.py").write_text(ENVIRONMENT)
+    where = ("--model", "oracle", "--model", "noop", "--workers", "0")
+    command = ("eval", "numbers_env:Numbers", *where)
+    small = run_cli(*command, "--limit", "9", "--json", cwd=tmp_path)
+    assert small.code == 0, small.err
+    assert small.json()["models"]["oracle"]["units"] == 9
+
+    done = run_cli(*command, cwd=tmp_path)  # without a limit: all tasks
+    assert done.code == 0, done.err
+    assert "oracle: solved 100%" in done.out
+    assert "over 12 common tasks: oracle is better" in done.out
+    assert "oracle: longest 2\n" in done.out
+    kept = json.loads((tmp_path / "runs/eval-numbers_env/evaluation.json").read_text())
+    assert kept["models"]["oracle"]["metrics"]["longest"] == 2.0
+    rows = load_run(tmp_path / "runs/eval-numbers_env/oracle").trajectories
+    assert rows["split"].unique().tolist() == ["eval"]
+    assert (tmp_path / "runs/eval-numbers_env/noop/samples.jsonl").is_file()
+
+    fewer = run_cli(*command, "--limit", "9", cwd=tmp_path)
+    assert "3 of its 12 tasks are changed or no longer chosen" in fewer.error
+
+    other = ("eval", "numbers_env.py", *where, "--split", "train", "--out", "other")
+    assert run_cli(*other, "--json", cwd=tmp_path).json()["models"]["noop"]["units"] == 3
+
+
 HUMANEVAL = {
     "task_id": "HumanEval/900",
     "prompt": 'def twice(x):\n    return 2 * x\n\n\ndef four(x):\n    """4x"""\n',
@@ -199,7 +248,10 @@ def test_mistakes_name_the_fix(tmp_path: Path) -> None:
         (("mbpp", "--data", "rows.jsonl", "--model", "noop"), "rows.jsonl: row 1 is not one of m"),
         (("rows.jsonl", "--rescore", "x"), "row 'a' has 'verify', which judges a workspace."),
         (("terminal_tasks_env", "--model", "noop"), "terminal_tasks_env"),
-        (("gsm8k_python", "--model", "noop"), "an environment may have endless tasks. Say how m"),
+        (("gsm8k_python", "--model", "noop"), "has endless tasks. Set their number with --limit"),
+        (("gsm8k_python", "--rescore", "x"), "--rescore is for datasets, and gsm8k_python is an e"),
+        (("rows.jsonl", "--model", "noop", "--split", "x"), "--split, --env-seed and --user are f"),
+        (("absent.py", "--model", "noop"), "absent.py: no such file. Check the path"),
     ):
         result = run_cli("eval", *arguments, cwd=tmp_path)
         assert result.code == 2
