@@ -70,9 +70,9 @@ def _work(values: dict[str, Any]) -> int:
                 return int(report.exit_code)
         if number == 0 and size < evaluation.tasks and _stop_after_pilot(evaluation, values):
             return int(ExitCode.DONE)
-        if size >= LEAST_TASKS and _is_narrow(evaluation, values["width"]):
+        if size >= LEAST_TASKS and _is_narrow(evaluation, size, values["width"]):
             break
-    _report(evaluation, as_json=values["as_json"])
+    _report(evaluation, size, as_json=values["as_json"])
     return int(ExitCode.DONE)
 
 
@@ -156,7 +156,7 @@ def _is_environment(target: str) -> bool:
     where = target.partition(":")[0]
     if where.endswith(".py") or (Path(where).expanduser() / "__init__.py").is_file():
         return True
-    return where in known_environments() or bool(re.fullmatch(r"[\w.]+:\w+", target))
+    return where in known_environments() or bool(re.fullmatch(r"[\w.]+:[A-Z]\w*", target))
 
 
 def _environment(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
@@ -279,29 +279,42 @@ def _note(lines: Iterable[str]) -> None:
         typer.echo(line, err=True)
 
 
-def _summaries(evaluation: _Evaluation) -> tuple[list[Summary], list[Comparison]]:
+def _summaries(evaluation: _Evaluation, size: int) -> tuple[list[Summary], list[Comparison]]:
+    """Summarize the first `size` tasks only: a start that was killed may have left some of the next
+    ones, the quick ones first, and the decision to stop must be the same without them."""
     from hermes_rl.evals import compare_all, summary
     from hermes_rl.store import load_run
 
+    tasks = frozenset(_task_hashes(evaluation)[:size]) if size < evaluation.tasks else None
     runs = [load_run(config.run.out or "") for config in evaluation.configs.values()]
-    summaries = [summary(one) for one in runs]
+    summaries = [summary(one, tasks=tasks) for one in runs]
     graded = [one for one, found in zip(runs, summaries, strict=True) if found.tasks]
-    return summaries, compare_all(graded) if len(graded) > 1 else []
+    return summaries, compare_all(graded, tasks=tasks) if len(graded) > 1 else []
 
 
-def _is_narrow(evaluation: _Evaluation, width: float | None) -> bool:
-    """Whether every interval is within plus or minus `width` percent."""
+def _task_hashes(evaluation: _Evaluation) -> list[str]:
+    from hermes_rl.sources import read_rows
+
+    path = evaluation.root / f"{evaluation.prefix}tasks.jsonl"
+    if evaluation.is_env:
+        return [json.loads(line)["task_hash"] for line in path.read_text("utf-8").splitlines()]
+    return [row.task_hash for row in read_rows(str(path))]
+
+
+def _is_narrow(evaluation: _Evaluation, size: int, width: float | None) -> bool:
+    """Whether every interval over the first `size` tasks is within plus or minus `width`
+    percent."""
     if width is None:
         return False
-    summaries, comparisons = _summaries(evaluation)
+    summaries, comparisons = _summaries(evaluation, size)
     intervals = [pair.difference for pair in comparisons] or [one.solved for one in summaries]
     return all((one.high - one.low) / 2 * 100 <= width for one in intervals)
 
 
-def _report(evaluation: _Evaluation, *, as_json: bool) -> None:
+def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
     from hermes_rl.rl import SUMMARY_METRICS
 
-    summaries, comparisons = _summaries(evaluation)
+    summaries, comparisons = _summaries(evaluation, size)
     result: dict[str, Any] = {
         "name": evaluation.name,
         **evaluation.about,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import combinations
@@ -103,14 +103,21 @@ class Summary:
         return text
 
 
-def summary(run: Run, *, by: str | None = None) -> Summary:
+def _frame(run: Run, table: str, columns: list[str], tasks: Collection[str] | None) -> pd.DataFrame:
+    frame = run.frame(table, columns)
+    return frame if tasks is None else frame[frame["task_hash"].isin(tasks)]
+
+
+def summary(run: Run, *, by: str | None = None, tasks: Collection[str] | None = None) -> Summary:
     """Compute the scores of a run that `hermes_rl.load_run` returned.
 
     Args:
         by: a column of `metadata` that tasks have in common, such as their repository; errors are
             clustered by it.
+        tasks: only these, by `task_hash`.
     """
-    trajectories, failed = run.frame("trajectories", _UNITS), run.frame("failures", _FAILURES)
+    trajectories = _frame(run, "trajectories", _UNITS, tasks)
+    failed = _frame(run, "failures", _FAILURES, tasks)
     per_task = task_scores(trajectories)
     missing = _never_graded(trajectories, failed)
     graded = trajectories[trajectories["reward"].notna()]
@@ -282,7 +289,9 @@ def _verdict(p_value: float, difference: float, least: float) -> Literal["a", "b
     return "b" if difference > 0 else "a"
 
 
-def compare(a: Run, b: Run, *, by: str | None = None) -> Comparison:
+def compare(
+    a: Run, b: Run, *, by: str | None = None, tasks: Collection[str] | None = None
+) -> Comparison:
     """Compare two runs over their common tasks.
 
     Tasks are matched by content, so an edited task is another task. Infrastructure failures are in
@@ -291,10 +300,11 @@ def compare(a: Run, b: Run, *, by: str | None = None) -> Comparison:
     Args:
         by: a column of `metadata`; interval, p-value and verdict are clustered by it (see
             `summary`).
+        tasks: only these, by `task_hash`.
 
     Raises: UserError when no task is graded in both.
     """
-    left, right = (task_scores(run.frame("trajectories", _UNITS)) for run in (a, b))
+    left, right = (task_scores(_frame(run, "trajectories", _UNITS, tasks)) for run in (a, b))
     both = left.merge(right, on=_KEYS, suffixes=("_a", "_b"))
     if both.empty:
         raise UserError(
@@ -338,16 +348,20 @@ def _sums(values: npt.NDArray[Any], clusters: Sequence[str]) -> npt.NDArray[Any]
 
 
 def compare_all(
-    runs: Sequence[Run], *, correction: Literal["holm", "benjamini-hochberg"] = "holm"
+    runs: Sequence[Run],
+    *,
+    correction: Literal["holm", "benjamini-hochberg"] = "holm",
+    tasks: Collection[str] | None = None,
 ) -> list[Comparison]:
     """Compare every pair of runs, with p-values adjusted for the number of pairs.
 
     Args:
         correction: `holm` for claims, `benjamini-hochberg` for exploring.
+        tasks: only these, by `task_hash`.
 
     Raises: UserError when two runs have no graded task in common.
     """
-    pairs = [compare(a, b) for a, b in combinations(runs, 2)]
+    pairs = [compare(a, b, tasks=tasks) for a, b in combinations(runs, 2)]
     adjust = stats.holm if correction == "holm" else stats.benjamini_hochberg
     adjusted = adjust([pair.p_value for pair in pairs])
     return [

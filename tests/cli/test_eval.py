@@ -2,18 +2,22 @@
 
 import gzip
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import run_cli, write_rows
+from cli_runner import COMMAND, run_cli, write_rows
 
 from hermes_rl.evals import BENCHMARKS, load_benchmark
 from hermes_rl.store import load_run
 
 
-def question(number: int, answer: str) -> dict[str, Any]:
-    script = json.dumps([f"So {number} it is.\n#### {answer}"])
+def question(number: int, answer: str, latency_s: float = 0.0) -> dict[str, Any]:
+    text = f"So {number} it is.\n#### {answer}"
+    script = json.dumps([{"text": text, "latency_s": latency_s} if latency_s else text])
     return {"question": f"What is {number}?\nSCRIPT: {script}", "answer": f"It is.\n#### {number}"}
 
 
@@ -91,6 +95,51 @@ def test_an_interval_that_is_narrow_enough_stops_early(tmp_path: Path, base_url:
     assert 30 <= tasks["tasks"] < 400
     low, high = tasks["solved"][1:]
     assert (high - low) / 2 <= 0.04
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_stops_at_the_same_interval(tmp_path: Path, base_url: str) -> None:
+    """Kills change neither the decision nor the result, and finished units are paid for once."""
+    # Wrong answers come late, so a round that is cut off has right ones only.
+    late, right = range(0, 120, 3), {*range(120)} - {*range(0, 120, 3)}
+    rows = [question(n, "7,000", 0.3) for n in late] + [question(n, str(n)) for n in right]
+    write_rows(tmp_path / "gsm8k.jsonl", *rows)
+    log = tmp_path / "log.jsonl"
+    fake = [sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof", "--log", str(log)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(fake, text=True, **pipes) as server:
+        assert server.stdout
+        assert server.stdin
+        url = json.loads(server.stdout.readline())["base_url"]
+        command = [
+            *(COMMAND, "eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a"),
+            *("--workers", "0", "--concurrency", "8", "--width", "11", "--base-url", url),
+        ]
+        for served in (45, 70):
+            killed = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+            while len(log.read_bytes().splitlines()) < served:
+                assert killed.poll() is None
+                time.sleep(0.01)
+            killed.kill()
+            killed.wait()
+        done = run_cli(*command[1:], cwd=tmp_path)
+        paid = len(log.read_bytes().splitlines())
+        again = run_cli(*command[1:], cwd=tmp_path)
+        assert len(log.read_bytes().splitlines()) == paid
+        server.stdin.close()
+    assert done.code == again.code == 0, done.err
+    kept = json.loads((tmp_path / "runs/eval-gsm8k/evaluation.json").read_text())
+    units = sum(model["units"] for model in kept["models"].values())
+    assert units <= paid <= units + 2 * 8
+    whole = run_cli(
+        *("eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a"),
+        *("--workers", "0", "--width", "11", "--out", "whole", "--base-url", base_url, "--json"),
+        cwd=tmp_path,
+    )
+    of_whole, of_kept = whole.json()["models"]["a"], kept["models"]["a"]
+    for field in ("tasks", "units", "solved", "bounds"):
+        assert of_whole[field] == of_kept[field]
+    assert 30 <= of_kept["tasks"] < 120
 
 
 def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path, base_url: str) -> None:
