@@ -4,12 +4,14 @@ live line, plain lines, JSON events or nothing."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from html import escape
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +32,7 @@ RATE_WINDOW_S = 60.0
 """Rates are taken over the last minute."""
 
 LIVE_EVERY_S = 0.5
+NOTEBOOK_EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
 JSON_EVERY_S = 2.0
 
@@ -357,7 +360,7 @@ Silent = Progress
 
 
 class PlainLines(Progress):
-    """Plain lines for logs and notebooks: at most one every ten seconds, and one at the end."""
+    """Plain lines for logs: at most one every ten seconds, and one at the end."""
 
     every_s = PLAIN_EVERY_S
 
@@ -420,6 +423,29 @@ class LiveLine(Progress):
         self._run_worker.stop()
 
 
+class NotebookLine(Progress):
+    """The progress below a notebook's cell, updated in place. It needs IPython only, no widgets."""
+
+    every_s = NOTEBOOK_EVERY_S
+
+    def __init__(self) -> None:
+        self._handle = importlib.import_module("IPython.display").DisplayHandle()
+        self._shown = False
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def tick(self, view: View) -> None:
+        text = "\n".join(view.lines())
+        every = (view, *view.others)
+        ended, units = (sum(getattr(one, name) for one in every) for name in ("ended", "units"))
+        bar = f'<progress value="{ended}" max="{max(1, units)}" style="width:24em"></progress>'
+        lines = f'<pre style="margin:0;white-space:pre-wrap">{escape(text)}</pre>'
+        show = self._handle.update if self._shown else self._handle.display
+        self._shown = True
+        show({"text/plain": text, "text/html": bar + lines}, raw=True)
+
+
 class JsonEvents(Progress):
     """One JSON object a line on stdout, for programs."""
 
@@ -448,5 +474,12 @@ class JsonEvents(Progress):
 
 
 def default_progress() -> Progress:
-    """A live line on a terminal, plain lines elsewhere; both on stderr."""
+    """A live line on a terminal or below a notebook's cell, else plain lines on stderr.
+
+    Call it on the thread of the cell, whose output the display belongs to.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if hasattr(shell, "kernel"):
+        return NotebookLine()
     return LiveLine() if sys.stderr.isatty() else PlainLines()

@@ -87,13 +87,13 @@ def run_batch(
 
     Args:
         config: a `RunConfig`, or the same as plain data: `{"dataset": {"path": ...}, ...}`.
-        progress: shows the progress; None prints to stderr.
+        progress: shows the progress; None prints to stderr, and below the cell of a notebook.
         pilot: only these units; the others stay open.
 
     Raises: UserError for bad input; Outage when an endpoint does not answer at the start;
     StoreError for a run directory that is in use, damaged or of another configuration.
     """
-    config = as_config(config)
+    config, progress = as_config(config), progress or default_progress()
     with _ray_on_this_thread(config):
         return run_sync(arun_batch(config, progress=progress, pilot=pilot))
 

@@ -128,3 +128,27 @@ async def test_run_batch_in_a_notebook_kernel(
     assert frames == "3 6 15 3\n"
     loaded = await kernel.run("import sys; print('ray' in sys.modules)")
     assert loaded == f"{bool(workers)}\n"
+
+
+async def test_progress_is_updated_below_the_cell(
+    kernel: Kernel, base_url: str, tmp_path: Path
+) -> None:
+    steps: list[Any] = [{"run": "echo 1 > a", "latency_s": 1.2}, {"text": "<b>", "latency_s": 1.2}]
+    write_rows(tmp_path / "my.jsonl", scripted_task("t", *steps, verify="grep 1 $WORKSPACE/a"))
+    shown: list[dict[str, Any]] = []
+
+    def collect(message: dict[str, Any]) -> None:
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            shown.append({"type": message["msg_type"], **message["content"]})
+
+    reply = await kernel.client.execute_interactive(
+        batch(base_url, 0), timeout=60, output_hook=collect, allow_stdin=False
+    )
+    assert reply["content"]["status"] == "ok"
+    first, *updates = shown
+    assert first["type"] == "display_data"
+    assert {one["type"] for one in updates} == {"update_display_data"}
+    assert len({one["transient"]["display_id"] for one in shown}) == 1, "one place"
+    assert "1 running" in first["data"]["text/plain"]
+    assert updates[-1]["data"]["text/plain"].startswith("1/1 units  1 solved")
+    assert '<progress value="1" max="1"' in updates[-1]["data"]["text/html"]
