@@ -273,8 +273,12 @@ class RunFolder:
         raise UserError(f"no image {number} in the record")
 
     def tokens(self, name: str, trajectory: str, branch: int, start: int) -> Plain:
-        """Some tokens of a segment with their masks."""
-        segments = self._segments(self.index(name), trajectory)
+        """Some tokens of a segment with their masks, and their texts where the tokenizer is on this
+        machine."""
+        from hermes_rl.viewer.token_texts import token_texts  # most runs have no tokens
+
+        index = self.index(name)
+        segments = self._segments(index, trajectory)
         if not 0 <= branch < len(segments):
             raise UserError(f"no segment {branch} in this trajectory")
         one, stop = segments[branch], start + TOKENS
@@ -283,6 +287,9 @@ class RunFolder:
             **_branch(one),
             "start": start,
             "page": TOKENS,
+            "texts": token_texts(
+                index.run_dir.path, one["tokenizer_hash"], one["input_ids"][start:stop]
+            ),
             **{column: one[column][start:stop] for column in columns},
         }
 

@@ -17,6 +17,7 @@ from made_runs import HOSTILE, STEPS, finished_attempt, picture
 from served import COMMAND, Served, serving
 
 from hermes_rl import load_run
+from hermes_rl.models.tokens import load_tokenizer
 from hermes_rl.store import JournalWriter, Publisher, open_run
 
 
@@ -181,6 +182,10 @@ def test_segments_are_shown_token_by_token(served: Served) -> None:
             for column in ("input_ids", "loss_mask", "sampled_mask", "turn_ids"):
                 assert [one for page in pages for one in page[column]] == list(record[column])
             assert shown["trained"] == sum(record["loss_mask"]) > 0
+            texts = [text for page in pages for text in page["texts"]]
+            tokenizer = load_tokenizer(served_path(served).parent / "tokenizer")
+            assert len(texts) == len(record["input_ids"])
+            assert "".join(filter(None, texts)) == tokenizer.decode(list(record["input_ids"]))
 
 
 def test_two_attempts_are_compared_message_by_message(served: Served) -> None:

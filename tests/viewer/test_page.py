@@ -157,6 +157,17 @@ async def test_the_segments_page_marks_each_token(served: Served, browser: Brows
     assert await browser.run(count) == sum(shown["loss_mask"]) > 0
     total = "document.querySelectorAll('.tokens span').length"
     assert await browser.run(total) == len(shown["input_ids"])
+    await browser.until("document.body.innerText.includes('show ids')")
+    first = "document.querySelector('.tokens span.trained')"
+    place = shown["loss_mask"].index(1)
+    title = await browser.run(f"{first}.title")
+    assert f"id {shown['input_ids'][place]}, position {place}, turn 1, trained, logprob " in title
+    assert ", version " in title
+    # A text that looks like markup is text.
+    assert await browser.run("document.querySelectorAll('.tokens span *').length") == 0
+    assert await browser.run(f"{first}.innerText") == shown["texts"][place].replace("\n", "↵")
+    await browser.go(served.page("tokens", run="rl/exact", id=row["trajectory_id"], ids=1))
+    assert await browser.run(f"{first}.innerText") == str(shown["input_ids"][place])
 
 
 async def test_an_old_token_leads_to_a_page_that_says_what_to_do(

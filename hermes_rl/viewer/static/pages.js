@@ -272,8 +272,9 @@ async function tokens(query) {
   const branch = Number(query.branch ?? 0), from = Number(query.from ?? 0);
   const [head, seg] = await Promise.all([get("unit", unitOf(query)), get("tokens", { ...unitOf(query), branch, from })]);
   const kind = (n) => (seg.loss_mask[n] ? "trained" : seg.sampled_mask[n] ? "sampled" : "prompt");
+  const texts = query.ids ? null : seg.texts, shape = (text) => (text === null ? "…" : clean(text).replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅");
   const spans = seg.input_ids.map((id, n) => {
-    const known = seg.logprobs[n], span = h(`span.${kind(n)}`, { title: `position ${from + n}, turn ${seg.turn_ids[n]}, ${kind(n)}${known === null || known === undefined ? "" : `, logprob ${known.toFixed(4)}`}${seg.version_ids[n] >= 0 ? `, version ${seg.version_ids[n]}` : ""}` }, String(id));
+    const known = seg.logprobs[n], span = h(`span.${kind(n)}${texts ? ".text" : ""}`, { title: `id ${id}, position ${from + n}, turn ${seg.turn_ids[n]}, ${kind(n)}${known === null || known === undefined ? "" : `, logprob ${known.toFixed(4)}`}${seg.version_ids[n] >= 0 ? `, version ${seg.version_ids[n]}` : ""}` }, texts ? shape(texts[n]) : String(id));
     if (known !== null && known !== undefined) span.style.setProperty("--p", Math.exp(known).toFixed(3));
     return span;
   });
@@ -284,8 +285,9 @@ async function tokens(query) {
       h("h1", {}, "Tokens"),
       h("p.links", {}, head.segments.map((s, n) => h(n === branch ? "b" : "a", { href: n === branch ? null : link("tokens", { ...query, branch: n, from: "" }) }, `segment ${n}: ${s.branch_kind}${s.fork_reason ? ` (${s.fork_reason})` : ""}`))),
       facts(pair("tokens", fmt.count(seg.tokens)), pair("prompt", fmt.count(seg.prompt_len)), pair("sampled", fmt.count(seg.n_sampled)), pair("trained", fmt.count(seg.trained)), pair("source", seg.token_source), pair("trainable", seg.trainable ? "yes" : clean(`no: ${seg.exclude_reason}`)), pair("agent", clean(seg.agent_name)), pair("versions", seg.policy_version_min ? clean(`${seg.policy_version_min} to ${seg.policy_version_max}`) : null)),
-      h("p.legend", {}, h("span.trained", {}, "trained"), h("span.sampled", {}, "sampled, not trained"), h("span.prompt", {}, "not sampled"), " the bar below a token is its probability"),
-      h("div.tokens", {}, spans),
+      h("p.legend", {}, h("span.trained", {}, "trained"), h("span.sampled", {}, "sampled, not trained"), h("span.prompt", {}, "not sampled"), " the bar below a token is its probability; point at it for id, turn, logprob and version"),
+      h("p.soft", {}, seg.texts ? h("a", { href: link("tokens", { ...query, ids: query.ids ? "" : "1" }) }, query.ids ? "show texts" : "show ids") : "Ids, since the tokenizer (endpoint.tokenizer) is not on this machine"),
+      h("div.tokens", {}, spans.flatMap((span, n) => (texts?.[n]?.endsWith("\n") ? [span, h("br")] : [span]))),
       h("p.pages", {}, h("button", { disabled: !from, onclick: () => jump(Math.max(0, from - seg.page)) }, "← earlier"), ` ${fmt.count(from)} to ${fmt.count(from + seg.input_ids.length)} `, h("button", { disabled: from + seg.page >= seg.tokens, onclick: () => jump(from + seg.page) }, "later →")),
     ],
     keys: { "]": ["later tokens", () => from + seg.page < seg.tokens && jump(from + seg.page)], "[": ["earlier tokens", () => from && jump(Math.max(0, from - seg.page))] },
