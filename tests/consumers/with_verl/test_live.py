@@ -1,7 +1,7 @@
-"""verl's agent loops take rollouts of `rollouts()`: every sampled token is in verl's batch, once.
+"""verl's agent loops take rollouts of `rollouts()`: every sampled token is in verl's loss, once.
 
-verl's own worker processes, queue, replay buffer and advantages; only the GPUs' part is absent:
-the engine is ours, and no weights are trained.
+verl's own worker processes, queue, replay buffer, advantages, engine and loss; only the GPUs' part
+is absent: the inference engine is ours, and the trained model is not sharded.
 """
 
 import math
@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 import transfer_queue as tq
 from conftest import live_engine, write_tiny_model
 from hydra import compose, initialize_config_module
 from live_truth import Term, context, read_truth, row_digest
 from omegaconf import DictConfig
-from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import get_router_handle
+from verl_engine import Actor, LossRow
 
 from hermes_rl.store import load_run
 
@@ -57,6 +58,7 @@ def config(folder: Path) -> DictConfig:
         f"{rollout}.agent.agent_loop_config_path": loops,
         f"{rollout}.agent.default_agent_loop": "ours",
         "trainer.default_local_dir": folder / "checkpoints",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
         "algorithm.adv_estimator": "grpo",
         "algorithm.rollout_correction.bypass_mode": "true",  # the loss takes our logprobs
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
@@ -104,43 +106,57 @@ def submit(manager: AgentLoopManagerTQ, step: int) -> None:
     manager.generate_sequences(batch)
 
 
-def rows_of(data: TensorDict) -> list[tuple[list[Term], float, float]]:
-    """The loss terms, the reward and the advantage of each row of verl's batch."""
-    rows = []
-    for at in range(len(data)):
-        ids, mask = data["input_ids"][at].tolist(), data["loss_mask"][at].tolist()
-        logprobs = data["old_log_probs"][at].tolist()
-        advantages = data["advantages"][at].tolist()
-        first = len(ids) - len(mask)
-        trained = [n for n, kept in enumerate(mask) if kept]
-        terms = [(context(ids[: first + n]), ids[first + n], logprobs[n]) for n in trained]
-        (advantage,) = {advantages[n] for n in trained}
-        rows.append((terms, data["rm_scores"][at].sum().item(), advantage))
-    return rows
+def terms_of(row: LossRow) -> tuple[list[Term], float]:
+    """The loss terms of a row, and the one advantage of its trained tokens."""
+    trained = [n for n, kept in enumerate(row.mask) if kept]
+    terms = [
+        (context(row.ids[: row.first + n]), row.ids[row.first + n], row.old_logprobs[n])
+        for n in trained
+    ]
+    (advantage,) = {row.advantages[n] for n in trained}
+    return terms, advantage
+
+
+def check_logprobs(model: torch.nn.Module, rows: list[LossRow], temperature: float) -> None:
+    """In the loss, each token has the logprob that the trained model gives it after its context."""
+    for row in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([row.ids])).logits[0, row.first - 1 : -1] / temperature
+        found = logits.log_softmax(-1).gather(1, torch.tensor(row.ids[row.first :])[:, None])
+        assert row.logprobs == pytest.approx(found[:, 0].tolist(), abs=1e-4)
 
 
 def test_verl_trains_each_sampled_token_once(
     folder: Path, config: DictConfig, manager: AgentLoopManagerTQ
 ) -> None:
     buffer = ReplayBuffer("sync", config.trainer, None, "drop", DictConfig({}), poll_interval=0.2)
-    rows: list[tuple[list[Term], float, float]] = []
+    actor, before = Actor(folder / "model", config), Actor(folder / "model", config).module
+    rewards: list[float] = []
     for step in (1, 2):
         submit(manager, step)
         batch, _ = buffer.sample(step, "train", PROMPTS)
         for prepare in (PPOTrainer._compute_old_log_prob, PPOTrainer._compute_advantage):
             batch = prepare(SimpleNamespace(config=config), batch, {})
         data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
-        rows += rows_of(data)
+        rewards += [scores.sum().item() for scores in data["rm_scores"].unbind()]
+        actor.update(data, micro_batch_size=4)
+        if step == 1:
+            check_logprobs(before, actor.rows, actor.temperature)
         tq.kv_clear(keys=[*batch.keys], partition_id="train")
+    assert any(
+        not torch.equal(old, new)
+        for old, new in zip(before.parameters(), actor.module.parameters(), strict=True)
+    )
+    rows = [(*terms_of(row), reward) for row, reward in zip(actor.rows, rewards, strict=True)]
     out = folder / "out" / "worker-0"
     truth = read_truth(folder, out)
     deliveries = load_run(out).deliveries
     assert deliveries.event.tolist() == ["acknowledged"] * 4
     assert deliveries.step.tolist() == [1, 1, 2, 2]
-    digests = Counter(row_digest(terms, reward) for terms, reward, _ in rows)
+    digests = Counter(row_digest(terms, reward) for terms, _, reward in rows)
     assert digests == sum((group.digests for group in truth.values()), Counter())
     assert len(truth) == 2 * PROMPTS
     assert sum(len(terms) for terms, _, _ in rows) == sum(g.tokens for g in truth.values())
     assert sum(group.forked for group in truth.values()) == 2 * PROMPTS * SIZE / 2
-    for _, reward, advantage in rows:  # of rollouts, although half of them have two rows
+    for _, advantage, reward in rows:  # of rollouts, although half of them have two rows
         assert advantage == pytest.approx(math.copysign(math.sqrt(3) / 2, reward - 0.5), abs=1e-4)
