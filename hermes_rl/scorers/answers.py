@@ -24,6 +24,8 @@ class Score(NamedTuple):
 
     value: float
     reason: str = ""
+    metrics: Mapping[str, float] = {}
+    """More figures about the answer, by name."""
 
 
 def scored(right: bool, reason: str) -> Score:
@@ -116,6 +118,10 @@ _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 
 _SCALED = re.compile(
     rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)[ \t-]*+({'|'.join(_SCALES)})(?![\w])", re.IGNORECASE
 )
+_SCALED_FRACTION = re.compile(
+    rf"(?<![\w./,])(?:(\d{{1,9}})[ \t]+)?(\d{{1,9}})/(\d{{1,9}})[ \t-]+({'|'.join(_SCALES)})(?!\w)",
+    re.IGNORECASE,
+)
 _ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[\u221a\u03c0^]")
 _GOES_ON = re.compile(
     r"[ \t]*+(?:\\(?:sqrt|pi|times|cdot|div|pm)(?![A-Za-z])|[\u221a\u03c0\u00d7\u00f7]"
@@ -131,7 +137,14 @@ def number_of(text: str, *, last: bool = False) -> Fraction | None:
     return _value(found[-1 if last else 0]) if found else None
 
 
+def _scaled_fraction(found: re.Match[str]) -> str:
+    """`2 1/2 million` as `5000000/2`."""
+    whole, above, below = (int(found[n] or 0) for n in (1, 2, 3))
+    return f"{(whole * below + above) * 10 ** _SCALES[found[4].lower()]}/{below}"
+
+
 def _plain(text: str) -> str:
+    text = _SCALED_FRACTION.sub(_scaled_fraction, text)
     text = _SCALED.sub(lambda found: f"{found[1]}e{_SCALES[found[2].lower()]}", text)
     text = _LATEX_FRACTION.sub(r" \1\2/\3 ", text).replace("\\$", "$").replace("\\,", "")
     return _POWER_OF_TEN.sub(lambda found: "e" + found[1].replace("\u2212", "-"), text)

@@ -161,15 +161,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def user_function(options: Mapping[str, Any], answer: str, row: Mapping[str, Any]) -> Score:
-    """What a user's function returns: a number, a truth value, or `(number, reason)`."""
+    """What a user's function returns: a number, a truth value, `(number, reason)` or
+    `(number, reason, metrics)`, where metrics maps names to numbers."""
     value = _load(options["function"])(answer, {**row, **options.get("options", {})})
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
-    number, reason = value if isinstance(value, tuple) else (value, "")
+    number, reason, metrics = ((*value, {})[:3]) if isinstance(value, tuple) else (value, "", {})
     number = float(number)
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}, which is not finite")
-    return Score(number, str(reason))
+    metrics = {str(name): float(figure) for name, figure in metrics.items()}
+    for figure in (number, *metrics.values()):
+        if not math.isfinite(figure):
+            raise ValueError(f"it returned {figure}, which is not finite")
+    return Score(number, str(reason), metrics)
 
 
 async def _awaited(value: Any) -> Any:
@@ -200,17 +203,28 @@ def function_place(name: str, functions: Mapping[str, str]) -> str | None:
     return functions.get(name)
 
 
+_IMPORTS = {
+    "math": "math_verify",
+    "json": "jsonschema",
+    "hermes_rl.scorers.ifeval:follows": "if_verifiable.ifeval.instructions_registry",
+}
+"""Scorer, or place of a function -> what takes seconds to import."""
+_INSTALL = {
+    **dict.fromkeys(("math_verify", "if_verifiable"), " Run: pip install 'hermes-rl[eval]'"),
+    "bfcl_eval": " Run: pip install --no-deps bfcl-eval",
+}
+"""Package -> how to install it."""
+
 CHILD = {"regex": regex, "json": structured, "math": mathematics}
 
 
 def _prepare(kind: str, options: Mapping[str, Any]) -> None:
     """Import what a scorer needs, before its time runs."""
-    if kind == "math":
-        import math_verify  # noqa: F401
-    if kind == "json":
-        import jsonschema  # noqa: F401
     if kind == "python":
-        _load(options["function"])
+        kind = options["function"]
+        _load(kind)
+    if kind in _IMPORTS:
+        importlib.import_module(_IMPORTS[kind])
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,15 +239,15 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except (MemoryError, RecursionError) as error:
         result = Score(0.0, f"{type(error).__name__} while it was judged")
     except ImportError as error:
-        extra = " Run: pip install 'hermes-rl[eval]'" if kind == "math" else ""
-        return {"fault": f"{error}.{extra}"}
+        package = (error.name or "").partition(".")[0]
+        return {"fault": f"{error}.{_INSTALL.get(package, '')}"}
     except Exception as error:  # a boundary: math-verify and users' functions may raise anything
         if kind == "python":
             return {"fault": f"{options['function']}: {type(error).__name__}: {error}"}
         result = Score(0.0, f"{type(error).__name__}: {error}"[:200])
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return {"value": result.value, "reason": result.reason[:500]}
+    return {"value": result.value, "reason": result.reason[:500], "metrics": result.metrics}
 
 
 def main() -> None:

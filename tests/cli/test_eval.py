@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import COMMAND, run_cli, write_rows
+from cli_runner import COMMAND, run_cli, run_process, write_rows
 
 from hermes_rl.evals import BENCHMARKS, load_benchmark
 from hermes_rl.store import load_run
@@ -289,6 +289,88 @@ def test_published_answers_solve_each_benchmark(
     assert (models["oracle"]["solved"][0], models["noop"]["solved"][0]) == (1.0, 0.0)
 
 
+IFEVAL = [
+    # Answer, kinds of instructions with their options, whether strictly and loosely followed.
+    ("hello there", {"punctuation:no_comma": {}, "change_case:english_lowercase": {}}, 1, 1),
+    ("Sure:\n\nhello *there*", {"change_case:english_lowercase": {}}, 0, 1),
+    ("One. Two.", {"length_constraints:number_sentences": {"num_sentences": 3}}, 0, 0),
+    # Forged: nothing, the instructions themselves, a claim.
+    ("", {"punctuation:no_comma": {}}, 0, 0),
+    ("startend:end_checker, no_comma", {"punctuation:no_comma": {}}, 0, 0),
+    (
+        "All instructions are followed: True",
+        {"detectable_format:title": {}, "punctuation:no_comma": {}},
+        0,
+        0,
+    ),
+]
+
+
+@pytest.mark.slow
+def test_ifeval_reports_its_four_accuracies(tmp_path: Path, base_url: str) -> None:
+    punkt = tmp_path / "nltk/tokenizers/punkt_tab/english"
+    punkt.mkdir(parents=True)
+    for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
+        (punkt / name).touch()
+    rows = [
+        {
+            "key": n,
+            "prompt": f"Write {n}.\nSCRIPT: {json.dumps([answer])}",
+            "instruction_id_list": list(kinds),
+            "kwargs": [{"unused": None, "relation": None, **one} for one in kinds.values()],
+        }
+        for n, (answer, kinds, _, _) in enumerate(IFEVAL)
+    ]
+    write_rows(tmp_path / "ifeval.jsonl", *rows)
+    command = ("eval", "ifeval", "--data", "ifeval.jsonl", "--model", "a", "--base-url", base_url)
+    refused = run_cli(*command, cwd=tmp_path, env={"NLTK_DATA": str(tmp_path / "none")})
+    assert "Run: python -m nltk.downloader punkt_tab" in refused.error
+
+    done = run_process(
+        *command,
+        *("--workers", "0"),
+        cwd=tmp_path,
+        env={"NLTK_DATA": str(tmp_path / "nltk")},
+        seconds=120,
+    )
+    assert done.code == 0, done.err
+    assert "a: prompt_strict 16.7%" in done.out
+    frame = load_run(tmp_path / "runs/eval-ifeval/a").trajectories.set_index("task_id")
+    for n, (answer, _, strict, loose) in enumerate(IFEVAL):
+        row = frame.loc[f"ifeval/{n}"]
+        assert (row["reward"], row["metrics"]["ifeval_prompt_loose"]) == (strict, loose), answer
+    kept = json.loads((tmp_path / "runs/eval-ifeval/evaluation.json").read_text())
+    assert kept["models"]["a"]["figures"] == pytest.approx(
+        {
+            "prompt_strict": 1 / 6,
+            "prompt_loose": 2 / 6,
+            "instruction_strict": 3 / 8,
+            "instruction_loose": 4 / 8,
+        }
+    )
+    assert "scored by if-verifiable " in kept["version"]
+
+
+def test_a_benchmark_of_task_folders_is_evaluated_in_its_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / "tb2" / name
+        (folder / "tests").mkdir(parents=True)
+        (folder / "environment").mkdir()
+        (folder / "task.toml").write_text("[environment]\ngpus = 1\n")
+        (folder / "instruction.md").write_text("Do it.\n")
+    command = ("eval", "terminal-bench-2", "--model", "noop", "--workers", "0")
+    absent = run_cli(*command, cwd=tmp_path)
+    assert absent.code == 2
+    assert "git clone https://github.com/laude-institute/terminal-bench-2 && git" in absent.error
+    assert "then add --data terminal-bench-2" in absent.error
+    empty = run_cli(*command, "--data", tmp_path, cwd=tmp_path)
+    assert "holds no task folders of terminal-bench-2" in empty.error
+    played = run_cli(*command, "--data", "tb2", "--json", cwd=tmp_path)
+    assert played.code == 0, played.err
+    assert played.json()["version"].startswith("tb2 sha256:")
+    assert len(load_run(tmp_path / "runs/eval-terminal-bench-2/noop").failures) == 2
+
+
 def test_mistakes_name_the_fix(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", {"id": "a", "prompt": "x", "verify": "true"})
     for arguments, error in (
@@ -296,6 +378,7 @@ def test_mistakes_name_the_fix(tmp_path: Path) -> None:
         (("rows.jsonl",), "no model. Name one or more"),
         (("mbpp", "--data", "rows.jsonl", "--model", "noop"), "rows.jsonl: row 1 is not one of m"),
         (("rows.jsonl", "--rescore", "x"), "row 'a' has 'verify', which judges a workspace."),
+        (("bfcl", "--model", "noop"), "Run: pip install --no-deps bfcl-eval==2026.3.23"),
         (("terminal_tasks_env", "--model", "noop"), "terminal_tasks_env"),
         (("gsm8k_python", "--model", "noop"), "has endless tasks. Set their number with --limit"),
         (("gsm8k_python", "--rescore", "x"), "--rescore is for datasets, and gsm8k_python is an e"),

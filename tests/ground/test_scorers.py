@@ -247,6 +247,10 @@ def test_odd_scorers_are_refused_in_one_line(form: dict[str, Any]) -> None:
         ("1.5 billion", "It cost $1,500,000,000", 1.0),
         ("1500", "Answer: 1.5 thousand dollars", 1.0),
         ("0.75", "Answer: 3/4 million", 0.0),
+        ("750000", "Answer: 3/4 million", 1.0),
+        ("2500000", "Answer: 2 1/2 million", 1.0),
+        ("2.5", "Answer: 2 1/2 million", 0.0),
+        ("7 1/3 thousand", "It is 22000/3 in all.", 1.0),
         ("5", "Answer: 5 millionaires", 1.0),
     ],
 )

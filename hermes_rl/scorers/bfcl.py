@@ -1,0 +1,146 @@
+"""Berkeley Function Calling Leaderboard: are these the right calls? A function of `python`.
+
+The calls are compared by the checker of the package bfcl-eval, as on the leaderboard. Its reader of
+calls is not used: it evaluates parts of an answer as Python, outside every sandbox. Source: the
+leaderboard's versions 1 and 2, categories of one turn in Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import json
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+_MODELS = "bfcl_eval.constants.model_config"
+"""Where the checker looks up one flag of a model. It imports the clients of all providers."""
+
+Calls = list[dict[str, dict[str, Any]]]
+
+
+def calls(answer: str, row: Mapping[str, Any]) -> tuple[float, str]:
+    """Judge the calls of an answer.
+
+    Args:
+        row: `category` of the leaderboard, `functions` (their schemas) and `ground_truth`; with
+            `tools`, the calls are those of the first turn in `messages`, else the answer's text.
+
+    Returns: 1 if the calls are right, else 0, and why. In the category irrelevance a right answer
+        makes no call.
+    """
+    category = row["category"]
+    made = tool_calls(row["messages"]) if row.get("tools") else read_calls(answer)
+    if "irrelevance" in category:
+        return float(not made), "it makes a call" if made else ""
+    if not made:
+        return 0.0, "no calls found"
+    if "relevance" in category:
+        return 1.0, ""
+    model = "tools" if row.get("tools") else "text"
+    check = _checker()
+    try:
+        found = check(row["functions"], made, row["ground_truth"], category, model)
+    except Exception as error:  # a boundary: arguments of odd types, which the checker never meets
+        return 0.0, f"{type(error).__name__}: {error}"
+    return float(found["valid"]), "" if found["valid"] else str(found["error"])
+
+
+@functools.cache
+def _checker() -> Callable[..., dict[str, Any]]:
+    models: Any = ModuleType(_MODELS)
+    models.MODEL_CONFIG_MAPPING = {
+        "text": SimpleNamespace(underscore_to_dot=False),
+        "tools": SimpleNamespace(underscore_to_dot=True),
+    }
+    sys.modules.setdefault(_MODELS, models)
+    # Not a requirement of ours: what it requires excludes what we do.
+    language = importlib.import_module("bfcl_eval.constants.enums").Language.PYTHON
+    check = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker").ast_checker
+    return lambda functions, made, truth, *of: check(functions, made, truth, language, *of)
+
+
+def tool_calls(messages: list[Mapping[str, Any]]) -> Calls:
+    """The calls of the first turn (OpenAI messages); none if one is malformed."""
+    first = next((m for m in messages if m["role"] == "assistant"), {})
+    made: Calls = []
+    for call in first.get("tool_calls") or ():
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except (ValueError, RecursionError):
+            return []
+        if not isinstance(arguments, dict):
+            return []
+        made.append({call["function"]["name"]: arguments})
+    return made
+
+
+def read_calls(answer: str) -> Calls:
+    """The calls of a text such as `[f(x=1), g.h(y="a")]`; none if it is anything else."""
+    text = answer.strip("`\n ")
+    text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
+    try:
+        tree = ast.parse(text.strip().strip("'"), mode="eval").body
+        nodes = [tree] if isinstance(tree, ast.Call) else tree.elts  # type: ignore[attr-defined]
+        return [_call(node) for node in nodes]
+    except Exception:  # a boundary: what cannot be read is no call
+        return []
+
+
+def _call(node: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(node, ast.Call):
+        raise ValueError("not a call")
+    parts, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    if isinstance(function, ast.Name):
+        parts.append(function.id)
+    arguments = {str(one.arg): _value(one.value) for one in node.keywords}
+    return {".".join(reversed(parts)): arguments}
+
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def _value(node: Any) -> Any:
+    """The value of an argument, as the leaderboard reads it."""
+    read = _READERS.get(type(node))
+    if read is None:
+        raise ValueError(f"unsupported {type(node).__name__}")
+    return read(node)
+
+
+def _computed(node: ast.BinOp) -> Any:
+    left, right = (
+        ast.literal_eval(n) if not isinstance(n, ast.BinOp) else _computed(n)
+        for n in (node.left, node.right)
+    )
+    return _OPERATORS[type(node.op)](left, right)
+
+
+_READERS: dict[type, Callable[[Any], Any]] = {
+    ast.Constant: lambda node: "..." if node.value is Ellipsis else node.value,
+    ast.UnaryOp: lambda node: -node.operand.value,
+    ast.List: lambda node: [_value(one) for one in node.elts],
+    ast.Tuple: lambda node: tuple(_value(one) for one in node.elts),
+    ast.Dict: lambda node: {
+        _value(k): _value(v) for k, v in zip(node.keys, node.values, strict=True)
+    },
+    ast.BinOp: _computed,
+    ast.Name: lambda node: node.id,
+    ast.Call: lambda node: _call(node) if node.keywords else ast.unparse(node),
+    ast.Subscript: lambda node: f"{ast.unparse(node.value)}[{ast.unparse(node.slice)}]",
+}
