@@ -84,10 +84,10 @@ def read_calls(answer: str) -> Calls:
     text = answer.strip("`\n ")
     text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
     try:
-        tree = ast.parse(text.strip().strip("'"), mode="eval").body
-        nodes = [tree] if isinstance(tree, ast.Call) else tree.elts  # type: ignore[attr-defined]
+        tree: Any = ast.parse(text.strip().strip("'"), mode="eval").body
+        nodes = [tree] if isinstance(tree, ast.Call) else tree.elts
         return [_call(node) for node in nodes]
-    except Exception:  # a boundary: what cannot be read is no call
+    except Exception:  # a boundary: what cannot be read is not a call
         return []
 
 

@@ -136,7 +136,7 @@ async def test_functions_of_users(process: ScorerProcess, tmp_path: Path) -> Non
 
     async def call(name: str, **options: Any) -> Any:
         options_of = {"function": f"{tmp_path}/mine.py:{name}", "options": options}
-        return await process.score("python", options_of, "x", row)
+        return (await process.score("python", options_of, "x", row))[:2]
 
     assert await call("length", longest=2) == (0.5, "1 messages")
     assert (await call("later")).value == 1.0
