@@ -334,10 +334,11 @@ def _summaries(evaluation: _Evaluation, size: int) -> tuple[list[Summary], list[
 def _task_hashes(evaluation: _Evaluation) -> list[str]:
     from hermes_rl.sources import read_rows
 
-    path = evaluation.root / f"{evaluation.prefix}tasks.jsonl"
     if evaluation.is_env:
+        path = evaluation.root / f"{evaluation.prefix}tasks.jsonl"
         return [json.loads(line)["task_hash"] for line in path.read_text("utf-8").splitlines()]
-    return [row.task_hash for row in read_rows(str(path))]
+    config = next(iter(evaluation.configs.values()))
+    return [row.task_hash for row in read_rows(config.dataset.path)]
 
 
 def _is_narrow(evaluation: _Evaluation, size: int, width: float | None) -> bool:
