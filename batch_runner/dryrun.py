@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -22,7 +22,7 @@ from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
 from hermes_rl.definitions import missing_tools
 from hermes_rl.evals import stats
-from hermes_rl.store import Ledger, RunDir, read_commits, refuse_changes
+from hermes_rl.store import Ledger, RunDir, fetch_run, read_commits, refuse_changes
 from hermes_rl.usage import cost_text
 
 LEVEL = 0.95
@@ -138,6 +138,11 @@ def pilot_run(
 async def dry_run(config: RunConfig) -> Forecast:
     """Survey a run. Raises: UserError; StoreError when the run directory is of another kind."""
     settings = resolve_settings(config)
+    if settings.url is not None:
+        copy, _ = await asyncio.to_thread(fetch_run, settings.url, new=True)
+        run = config.run.model_copy(update={"out": str(copy)})
+        config = config.model_copy(update={"run": run})
+        settings = replace(resolve_settings(config), url=settings.url)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.check_first_row)
     run_dir = RunDir(settings.out)
@@ -149,7 +154,7 @@ async def dry_run(config: RunConfig) -> Forecast:
     counts = plan.counts
     builds = await asyncio.to_thread(find_missing, settings)
     return Forecast(
-        path=str(settings.out),
+        path=settings.place,
         exists=bool(run_dir.epochs()),
         workers=choose_workers(settings, counts.open < SMALL_UNITS),
         concurrency=settings.concurrency,

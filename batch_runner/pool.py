@@ -84,6 +84,8 @@ def open_pool(
         _check_runtime_env(wanted)
         connect = connect_ray if settings.joint is None else settings.joint.ray
         with connect(settings.workers) as watchdog:
+            if settings.url is not None:
+                _refuse_other_nodes()
             if watchdog is None:  # an existing Ray, without this setting
                 wanted = {**wanted, "env_vars": {**KEEP_CHILDREN, **wanted.get("env_vars", {})}}
             pool = RayPool(spec, settings.workers, coordinator, watchdog, wanted, settings.keys)
@@ -97,6 +99,19 @@ def open_pool(
         return await open_worker(worker_spec, coordinator, settings.keys, settings.hosts)
 
     yield start
+
+
+def _refuse_other_nodes() -> None:
+    """Raises: UserError for a cluster of several nodes, whose workers cannot write the working copy
+    of a run at a URL."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if len(alive) > 1:
+        raise UserError(
+            f"a run at a URL has its working copy on this machine, and Ray has {len(alive)} nodes. "
+            "Use --out on a shared file system, or unset RAY_ADDRESS"
+        )
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

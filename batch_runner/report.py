@@ -24,6 +24,8 @@ _HINTS = {
     "dataset": _FIX,
     "worker_lost": _FIX,
     "journal": "Do what it says",
+    "store": "Check the object store and its credentials",
+    "replaced": "Let the other driver end",
 }
 """Cause of a stop -> the hint; a refused key has its own."""
 
@@ -43,7 +45,8 @@ class Stop:
 
     cause: str
     """Key of `errors.CAUSES`; or `dataset`, whose next rows cannot be read; or `journal`, when that
-    of a lost worker is damaged."""
+    of a lost worker is damaged; or `store`, an object store that lacks rows at the end, or
+    `replaced`, another driver of a run there."""
     detail: str
     """What happened, one line."""
 

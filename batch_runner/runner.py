@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -43,7 +43,7 @@ from batch_runner.settings import (
     resolve_settings,
 )
 from batch_runner.worker import WorkerSpec
-from hermes_rl.aio import run_sync
+from hermes_rl.aio import in_thread, run_sync
 from hermes_rl.checkpoints import CHECKPOINTS
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import (
@@ -60,10 +60,13 @@ from hermes_rl.sandboxes import BuildFailed
 from hermes_rl.store import (
     TABLES,
     Driver,
+    Mirror,
     OpenOptions,
     compute_stats,
+    open_mirror,
     open_run,
     read_commit,
+    url_of,
     write_stats,
 )
 from hermes_rl.wiring import reach
@@ -115,22 +118,48 @@ async def arun_batch(
         joint: runs at the same time; see `arun_jointly`.
     """
     config = as_config(config)
+    url = url_of(config.run.out or "")
+    if url is None:
+        return await _run_on_disk(config, progress, pilot, hosts, live, joint)
+    mirror = await in_thread(open_mirror, url, config.run.lease_s)
+    try:
+        return await _run_on_disk(config, progress, pilot, hosts, live, joint, mirror)
+    finally:
+        mirror.close()
+
+
+async def _run_on_disk(
+    config: RunConfig,
+    progress: Progress | None,
+    pilot: Pilot | None,
+    hosts: Hosts | None,
+    live: LiveGroups | None,
+    joint: JointRuns | None,
+    mirror: Mirror | None = None,
+) -> Report:
     settings = replace(resolve_settings(config), joint=joint)
     refuse_unpriced(config)
     reader = open_reader(settings)
     await asyncio.to_thread(reader.check_first_row)
     probed = await reach(settings.config, settings.keys)
     section = settings.config.run
-    options = OpenOptions(max_attempts=section.max_attempts, retry_failed=section.retry_failed)
+    options = OpenOptions(
+        max_attempts=section.max_attempts,
+        retry_failed=section.retry_failed,
+        first_epoch=mirror.first_epoch if mirror else 1,
+    )
     identity, meta = settings.identity, start_meta(settings)
     async with (
         open_hosts(hosts) as shared,
         await open_run(settings.out, identity, meta, options) as driver,
     ):
+        if mirror is not None:
+            await in_thread(mirror.claim, driver.epoch)
         kept = await asyncio.to_thread(store_rows, settings.config, driver.run_dir)
         settings = replace(settings, config=kept, hosts=shared)
         reader = open_indexed(settings, driver.run_dir, driver.ledger) or reader
         run = _Run(settings, driver, reader, progress or default_progress(), pilot)
+        run.mirror = mirror
         run.manifest["capabilities"] = capabilities(settings.config, probed)
         run.note_tokens(probed.tokens if probed else None)
         if live is None:
@@ -233,6 +262,8 @@ class _Run:
         """Builds of missing images, if any."""
         self.live: LiveGroups | None = None
         """Passes on groups as they end, in a live run."""
+        self.mirror: Mirror | None = None
+        """Of a run on an object store."""
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -246,6 +277,23 @@ class _Run:
 
     async def run(self) -> Report:
         """Run all units, write the files of the driver, and report."""
+        if self.mirror is None:
+            return await self._run()
+        async with self.mirror.running(self.progress.note, self._replaced):
+            report = await self._run()
+        why = await self.mirror.finish()
+        if not why or report.stopped == "replaced":
+            return report
+        stop = Stop("store", why)
+        hint = stop.hint(self.settings.config)
+        return replace(report, stopped=stop.cause, detail=why, hint=hint)
+
+    def _replaced(self, why: str) -> None:
+        """End at once: another driver has the run."""
+        self.source.halt(Stop("replaced", why))
+        self.end_at_once()
+
+    async def _run(self) -> Report:
         for note in (*self.driver.report.notes(), *missing_tools(self.settings.config)):
             self.progress.note(note)
         run_dir, ledger = self.driver.run_dir, self.driver.ledger
@@ -333,7 +381,8 @@ class _Run:
         from hermes_rl.store import merge_batches  # needed by few runs
 
         try:
-            done = merge_batches(run_dir, small=SMALL_FILE)
+            with self.mirror.quiet if self.mirror else nullcontext():
+                done = merge_batches(run_dir, small=SMALL_FILE)
         except (StoreError, OSError) as error:
             self.progress.note(f"small files were not merged: {error}")
             return
@@ -563,7 +612,8 @@ class _Run:
         )
 
     def _write_start(self) -> None:
-        text = to_yaml(self.settings.config)
+        run = self.settings.config.run.model_copy(update={"out": self.settings.place})
+        text = to_yaml(self.settings.config.model_copy(update={"run": run}))
         self.driver.run_dir.storage.put("run.yaml", text.encode())
         write_manifest(self.driver, self.settings, self.manifest)
 
@@ -599,7 +649,7 @@ class _Run:
         if stop is not None and stop.cause == "interrupted" and still == 0:
             stop = None
         return Report(
-            path=str(self.settings.out),
+            path=self.settings.place,
             run_id=self.driver.run_id,
             units=counts.units if counts.complete else None,
             done=done if counts.complete else ledger.done,

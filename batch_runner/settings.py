@@ -23,7 +23,7 @@ from hermes_rl.input_errors import nearest
 from hermes_rl.models.providers import collect_keys
 from hermes_rl.models.rate import JointLimits
 from hermes_rl.sources import dataset_name
-from hermes_rl.store import RunDir
+from hermes_rl.store import RunDir, url_of, working_copy
 from hermes_rl.wiring import identity_of, with_offers
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ SMALL_UNITS = 200
 SMALL_CONCURRENCY = 64
 """Fewer units with at most this concurrency run in this process, since Ray takes seconds to
 start."""
+
+REMOTE_PUBLISH_S = 30.0
+"""`run.publish_every_s` of a run at a URL, unless it is set: what a lost machine takes with it."""
 
 SMALL_S = 2.0
 """Time to find out whether a run is small; a slow stream counts as large."""
@@ -110,6 +113,13 @@ class Settings:
     """Environments of this process, after the start of the run."""
     joint: Joint | None = None
     """Runs at the same time, if any."""
+    url: str | None = None
+    """Of a run on an object store; `out` is its working copy."""
+
+    @property
+    def place(self) -> str:
+        """The run directory, for people."""
+        return self.url or str(self.out)
 
     @property
     def resume(self) -> str:
@@ -146,7 +156,8 @@ def resolve_settings(config: RunConfig) -> Settings:
     config, opened = _resolve_env(config)
     local = config.model.name in LOCAL_MODELS
     keys = _keys(config)
-    out = RunDir(config.run.out or default_out(config)).path
+    url = url_of(config.run.out or "")
+    out = working_copy(url) if url else RunDir(config.run.out or default_out(config)).path
     before = _identity_at(out)
     missing_tools(config)
     config = adapt_switches(config, before)
@@ -164,10 +175,14 @@ def resolve_settings(config: RunConfig) -> Settings:
         identity = adapt_identity(before, identity)
     concurrency = config.run.concurrency or (LOCAL_CONCURRENCY if local else CONCURRENCY)
     workers = None if config.run.workers == "auto" else min(config.run.workers, concurrency)
-    run = config.run.model_copy(update={"out": str(out), "concurrency": concurrency})
+    changes: dict[str, Any] = {"out": str(out), "concurrency": concurrency}
+    if url and "publish_every_s" not in config.run.model_fields_set:
+        changes["publish_every_s"] = REMOTE_PUBLISH_S
+    run = config.run.model_copy(update=changes)
     return Settings(
         config=config.model_copy(update={"run": run}),
         out=out,
+        url=url,
         workers=workers,
         concurrency=concurrency,
         identity=identity,

@@ -14,7 +14,7 @@ import typer
 
 from hermes_rl.cli.run_command import parse_column_map
 from hermes_rl.errors import ExitCode, HermesError, UserError
-from hermes_rl.store import is_run
+from hermes_rl.store import fetch_run, is_run, url_of
 
 if TYPE_CHECKING:
     from hermes_rl.tasks import TaskRow
@@ -35,7 +35,7 @@ _Image = Annotated[str | None, typer.Option(help="--run: image of tasks that nam
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="dataset, or run directory", metavar="DATASET|RUN")],
+    target: Annotated[str, typer.Argument(help="dataset, run or its URL", metavar="DATASET|RUN")],
     run: Annotated[
         bool, typer.Option("--run", help="play oracle (1), no-op (0) and cheats (0) for real")
     ] = False,
@@ -70,7 +70,7 @@ def command(
     hermes-rl check runs/smoke-local --secrets    keys and passwords in its texts
     hermes-rl check runs/rl --masks --tokenizer Qwen/Qwen3-8B
     """
-    path = Path(target)
+    path, changed = _find(target, repair)
     if is_run(path):
         if run or columns or limit is not None:
             name = "--run" if run else "--map" if columns else "--limit"
@@ -81,12 +81,12 @@ def command(
             return check_exact(path, tokenizer or [], tokens=tokens, masks=masks, as_json=as_json)
         if secrets:
             return _check_secrets(path, as_json)
-        return _check_run(path, repair, as_json)
+        return _check_run(path, target, changed, repair, as_json)
     for_runs = {"repair": repair, "tokens": tokens, "masks": masks, "secrets": secrets}
     if name := next((f"--{name}" for name, chosen in for_runs.items() if chosen), ""):
         raise UserError(f"{target} is not a run directory; {name} is for runs")
-    where = {"backend": sandbox, "image": image, "hosts": hosts}
-    section = {name: value for name, value in where.items() if value}
+    where = (("backend", sandbox), ("image", image), ("hosts", hosts))
+    section = {name: value for name, value in where if value}
     if section and not run:
         raise UserError("--sandbox, --hosts and --image are for --run")
     if sandbox == "none":
@@ -94,6 +94,16 @@ def command(
     return _check_dataset(
         target, parse_column_map(columns), limit, section if run else None, as_json
     )
+
+
+def _find(target: str, repair: bool) -> tuple[Path, list[str]]:
+    """The path of a dataset or run, and the faults of the objects of one at a URL."""
+    url = url_of(target)
+    if url is None:
+        return Path(target), []
+    if repair:
+        raise UserError(f"{url}: --repair is for local run directories. Copy the run first")
+    return fetch_run(url, whole=True)
 
 
 def _check_dataset(
@@ -200,7 +210,13 @@ def _refuse_special_files(path: Path) -> None:
         raise UserError(f"{place} is a named pipe or a device. Remove it: a run has only files")
 
 
-def _check_run(path: Path, repair: bool, as_json: bool) -> int:
+def _check_run(path: Path, target: str, changed: list[str], repair: bool, as_json: bool) -> int:
+    """Check a run directory, or the copy of a run at a URL.
+
+    Args:
+        target: its name for people.
+        changed: faults of the objects at the URL.
+    """
     from hermes_rl.cli import check_run
     from hermes_rl.store import load_run
 
@@ -213,18 +229,18 @@ def _check_run(path: Path, repair: bool, as_json: bool) -> int:
         lines += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
         for line in lines:
             print(line, file=sys.stderr if as_json else sys.stdout)
-    faults = list(check_run.faults_of(path))
+    faults = [*changed, *check_run.faults_of(path)]
     stats, why = None, ""
     try:
         stats = load_run(path).stats
     except (HermesError, OSError, ValueError) as error:  # damaged: see the faults
-        why = f"{path}: cannot be added up ({error}); {len(faults) or 'no'} faults"
+        why = f"{target}: cannot be added up ({error}); {len(faults) or 'no'} faults"
         faults = faults or [why]
     if as_json:
         print(json.dumps({"faults": faults, "stats": stats}, ensure_ascii=False))
     else:
         _print_faults(faults)
-        print(why if stats is None else _usage_line(path, stats, len(faults)))
+        print(why if stats is None else _usage_line(target, stats, len(faults)))
     return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
 
 
@@ -243,7 +259,7 @@ def _check_secrets(path: Path, as_json: bool) -> int:
     return ExitCode.DONE if not found else ExitCode.BAD_INPUT
 
 
-def _usage_line(path: Path, stats: dict[str, Any], faults: int) -> str:
+def _usage_line(path: str, stats: dict[str, Any], faults: int) -> str:
     tokens, calls = stats["tokens"], stats["calls"]
     unknown = calls["unknown"]
     bound = "" if not unknown else f"; {unknown} calls of unknown usage"

@@ -43,8 +43,8 @@ def command(
 
     if order not in CONTROL_COMMANDS:
         raise UserError(f"no command {order!r}; choose one of {', '.join(CONTROL_COMMANDS)}")
-    load_run(run)  # says what is wrong with the path
-    state = send_command(run, order, value)
+    folder = load_run(run).path  # says what is wrong with the path
+    state = send_command(folder, order, value)
     if as_json:
         print(json.dumps(state))
         return ExitCode.DONE

@@ -11,6 +11,7 @@
 | `ledger` `summary` `stats` | what is done, given up and open; sums; stats.json, report.html |
 | `reader` | `load_run`: frames and Arrow; who drives a run, and what is in flight |
 | `rows` `schema` | the content of journal lines; the Arrow schemas of the tables |
+| `remote` `mirror` | a run at a URL: its log and copies; the driver that mirrors into it |
 | `rundir` `files` `processes` `crash` | names, durable files, lock holders, the tests' crash hook |
 
 Import names from the package; they are loaded on first use.
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from hermes_rl.store.integrity import FOREIGN, file_faults, special_files
     from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
+    from hermes_rl.store.mirror import Mirror, open_mirror
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
     from hermes_rl.store.processes import ProcessId
     from hermes_rl.store.reader import (
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
         in_flight,
         load_run,
     )
+    from hermes_rl.store.remote import fetch_run, local_run, working_copy
     from hermes_rl.store.repair import repair_run
     from hermes_rl.store.rows import (
         Delivery,
@@ -76,7 +79,16 @@ if TYPE_CHECKING:
         Place,
         receipt_of,
     )
-    from hermes_rl.store.rundir import TABLES, Epoch, NotFenced, RunDir, is_run, order_of, stem_of
+    from hermes_rl.store.rundir import (
+        TABLES,
+        Epoch,
+        NotFenced,
+        RunDir,
+        is_run,
+        order_of,
+        stem_of,
+        url_of,
+    )
     from hermes_rl.store.schema import (
         GRADES,
         GROUPS,

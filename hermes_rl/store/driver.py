@@ -92,6 +92,8 @@ class OpenOptions:
     """Time for old writers to end before they are killed."""
     fsync_delay_s: float = 0.0
     """Slows every fsync, for tests."""
+    first_epoch: int = 1
+    """The lowest epoch that may be used; other machines may have used those below."""
 
 
 class Driver:
@@ -242,7 +244,9 @@ def _open(
     try:
         with convert_os_errors(run_dir.path):
             run_dir.crash("recover-1-locked")
-            epoch = begin_epoch(run_dir, identity, meta, options.max_attempts)
+            epoch = begin_epoch(
+                run_dir, identity, meta, options.max_attempts, at_least=options.first_epoch
+            )
             if damaged := quarantined(run_dir):
                 raise StoreError(
                     f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
@@ -267,6 +271,8 @@ def begin_epoch(
     identity: dict[str, Any] | None,
     meta: dict[str, Any],
     max_attempts: int | None = None,
+    *,
+    at_least: int = 1,
 ) -> Epoch:
     """R1: compare the configuration with that of the run and start the next epoch.
 
@@ -274,6 +280,7 @@ def begin_epoch(
         identity: None uses that of the run (repair).
         meta: for people.
         max_attempts: None uses that of the last start.
+        at_least: the lowest epoch that may be used.
 
     Raises: StoreError for a run that is newer or of another configuration.
     """
@@ -286,7 +293,7 @@ def begin_epoch(
     identity, meta = SECRETS.scrub_record((identity, meta))
     run_dir.crash("recover-1-compared")
     epoch = Epoch(
-        epoch=run_dir.last_epoch() + 1,
+        epoch=max(run_dir.last_epoch() + 1, at_least),
         schema_version=last.schema_version if last else SCHEMA_VERSION,
         run_id=first.run_id if first else uuid.uuid4().hex,
         identity=(first.identity if first else identity) or {},

@@ -28,7 +28,7 @@ from hermes_rl.store.html import TrajectoryRow, facts_html
 from hermes_rl.store.journal import Dispatched
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.processes import ProcessId, read_holder
-from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of
+from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of, url_of
 from hermes_rl.store.snapshots import replaced_stems
 from hermes_rl.store.stats import compute_stats, run_figures
 
@@ -121,13 +121,18 @@ def load_run(path: str | Path, *, pending: bool = True, verify: bool = False) ->
     """Open a run directory for analysis.
 
     Args:
-        path: the run directory, which may be in use.
+        path: the run directory, which may be in use; or a URL, of which an up-to-date copy is
+            fetched into the cache of this user.
         pending: include rows that are finished but not published yet.
         verify: compare every committed Parquet file with its sha256 first, which reads all of them.
 
-    Raises: UserError when there is no run; StoreError when it is of a newer version, or, with
-    `verify`, when a file is missing or is not what was committed.
+    Raises: UserError when there is no run; StoreError when it is of a newer version, a file at the
+    URL is damaged, or, with `verify`, a file is missing or is not what was committed.
     """
+    if url_of(path):
+        from hermes_rl.store.remote import local_run  # few runs are at URLs
+
+        path = local_run(path)
     run_dir = RunDir(path)
     epochs = run_dir.epochs()
     if not epochs:

@@ -43,6 +43,10 @@ _STATUS_LOCK_S = 0.2
 """`status` holds LOCK for a moment; a driver that starts meanwhile waits."""
 
 
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*|/.+)")
+"""Also with one slash, which is what `pathlib.Path` makes of a URL."""
+
+
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a driver: the content of epochs/E.json."""
 
@@ -74,17 +78,17 @@ class RunDir:
     """Paths and basic operations of one run directory. The constructor reads and creates nothing.
 
     Args:
-        path: a local folder; URLs are refused.
+        path: a local folder; URLs are refused (`local_run` has a copy of one).
         fsync_delay_s: slows every fsync, for tests.
 
     Raises: UserError for a URL.
     """
 
     def __init__(self, path: str | Path, *, fsync_delay_s: float = 0.0) -> None:
-        if "://" in str(path):
+        if "://" in str(path) or (":/" in str(path) and url_of(path)):
             raise UserError(
-                f"{path}: run directories at URLs are not supported yet. "
-                "Choose a local folder, such as runs/NAME"
+                f"{url_of(path) or path} is not on this disk, which this command needs. Use `run`, "
+                "`check`, `show`, `view` or `export` for a URL, or copy the run to a folder"
             )
         self.path = Path(path)
         self.crash = CrashHook.from_environment()
@@ -258,6 +262,15 @@ class RunDir:
     def committed(self, stem: str) -> bool:
         """Whether a batch is committed."""
         return (self.path / "commits" / f"{stem}.json").exists()
+
+
+def url_of(path: str | Path) -> str | None:
+    """The URL that a path is, without a slash at its end; None for a local path."""
+    found = _URL.fullmatch(str(path))
+    if found is None:
+        return None
+    scheme, rest = found.groups()
+    return f"{scheme}://{'/' if scheme == 'file' else ''}{rest.strip('/')}"
 
 
 def is_run(path: Path) -> bool:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from batch_runner import read_manifest
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.record import replacements
-from hermes_rl.store import Run, decode_row, find_driver, in_flight, is_run, load_run
+from hermes_rl.store import Run, decode_row, find_driver, in_flight, is_run, load_run, local_run
 from hermes_rl.viewer.index import RunIndex
 
 Plain = dict[str, Any]
@@ -70,13 +70,13 @@ class RunFolder:
     """The runs below a folder. Thread-safe.
 
     Args:
-        path: a folder of runs, or one run.
+        path: a folder of runs, or one run, which may be a URL.
 
     Raises: UserError when the folder is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = local_run(path)
         if not self.path.is_dir():
             raise UserError(f"{path} is not a folder. Give the folder of your runs")
         self._indices: dict[str, RunIndex] = {}

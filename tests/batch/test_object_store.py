@@ -1,0 +1,329 @@
+"""Runs at a URL, on a real S3 server (moto) behind a proxy that fails on request."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import kit
+import pytest
+from aiohttp import web
+
+from hermes_rl.cli import main
+from hermes_rl.errors import StoreError, UserError
+from hermes_rl.store import append_attempts, load_run, open_mirror
+from hermes_rl.testing import FakeServer
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "3",
+}
+QUICK = ("--workers", "0", "--set", "run.publish_every_s=0.05")
+ROWS = [kit.make_task(number, turns=1) for number in range(4)]
+
+Failure = Callable[[str, str], str | None]
+"""Method and path of a request -> `503`, `lost` (carried out, but the answer does not arrive),
+`down` (not carried out), `overwrite` (without its condition) or None."""
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """The address of an S3 server."""
+    command = [sys.executable, "-m", "moto.server", "-p", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr
+    address = next(m[1] for line in server.stderr if (m := re.search(r"on (http://\S+)", line)))
+    drain = threading.Thread(target=server.stderr.read, daemon=True)
+    drain.start()
+    yield address
+    server.terminate()
+    server.wait()
+
+
+class Proxy:
+    """Passes requests to the S3 server, except for those that `failure` names."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.failure: Failure = lambda method, path: None
+        self.failed = 0
+        self.address = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        fails = self.failure(request.method, request.path)
+        self.failed += fails is not None
+        if fails == "503":
+            return web.Response(status=503)
+        headers = {k: v for k, v in request.headers.items() if k not in ("Host", "Expect")}
+        if fails == "overwrite":
+            headers.pop("If-None-Match", None)
+        if fails != "down":
+            body = await request.read()
+            async with (
+                aiohttp.ClientSession(auto_decompress=False) as session,
+                session.request(
+                    request.method, self.target + request.raw_path, headers=headers, data=body
+                ) as answer,
+            ):
+                content = await answer.read()
+        if fails in ("down", "lost"):
+            assert request.transport
+            request.transport.close()
+            return web.Response()
+        passed = {k: v for k, v in answer.headers.items() if k != "Transfer-Encoding"}
+        return web.Response(status=answer.status, headers=passed, body=content)
+
+
+@pytest.fixture
+async def proxy(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Proxy]:
+    """The way to the S3 server, in a thread of its own, since readers block this one."""
+    proxy, loop = Proxy(moto), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> web.AppRunner:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    proxy.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": proxy.address}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-a"))
+    yield proxy
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+@pytest.fixture
+async def url(proxy: Proxy) -> str:
+    """A new run in a new bucket."""
+    bucket = f"b-{uuid.uuid4().hex}"
+    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.put(f"{proxy.target}/{bucket}", headers=signed) as answer,
+    ):
+        assert answer.status == 200
+    return f"s3://{bucket}/runs/one"
+
+
+def on_machine(tmp_path: Path, name: str) -> dict[str, str]:
+    """The environment of a machine without a copy of the run."""
+    return {"XDG_CACHE_HOME": str(tmp_path / name)}
+
+
+def arguments(
+    folder: Path, server: FakeServer, url: str, *more: str, rows: Sequence[Any] = ROWS
+) -> list[str]:
+    return [*kit.run_arguments(folder, rows, server, *QUICK, *more), "--out", url]
+
+
+async def objects(proxy: Proxy, url: str) -> list[str]:
+    """The keys below the URL."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{proxy.target}/{bucket}?prefix={prefix}/", headers=signed) as answer,
+    ):
+        keys = re.findall("<Key>(.*?)</Key>", await answer.text())
+    return [key.removeprefix(f"{prefix}/") for key in keys]
+
+
+async def rows_at(url: str) -> dict[str, dict[str, Any]]:
+    return kit.comparable_rows((await asyncio.to_thread(load_run, url)).path)
+
+
+async def test_another_machine_resumes_and_reads_a_run(
+    tmp_path: Path, server: FakeServer, proxy: Proxy, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await kit.finish_run(*arguments(tmp_path, server, url, "--limit", "2"))
+    assert first.report()["path"] == url
+    served = len(server.entries)
+
+    other = on_machine(tmp_path, "machine-b")
+    second = await kit.finish_run(*arguments(tmp_path, server, url), env=other)
+    assert second.report()["done"] == 4
+    assert not set(first.receipts()) & set(second.receipts())
+    assert len(server.entries) == 2 * served
+
+    run = await asyncio.to_thread(load_run, url)
+    assert set(kit.final_rows(run.path)) == {*first.receipts(), *second.receipts()}
+    kit.check_usage(run.path, server.entries)
+    assert await asyncio.to_thread(main, ["check", url]) == 0
+    assert "4 units done" in capsys.readouterr().out
+    target = tmp_path / "rows.jsonl"
+    export = ["export", url, "--to", "trl", "--out", str(target)]
+    assert await asyncio.to_thread(main, export) == 0
+    assert await asyncio.to_thread(main, ["show", url]) == 0
+    keys = await objects(proxy, url)
+    assert {"run.yaml", "stats.json", "trajectories/part-1-0-0.parquet"} <= set(keys)
+    assert not [key for key in keys if "beat" in key or "probe" in key]
+
+
+async def test_killed_driver_resumes_at_once_on_the_same_machine(
+    tmp_path: Path, server: FakeServer, url: str
+) -> None:
+    command = arguments(tmp_path, server, url, "--concurrency", "1", "--set", "run.lease_s=60")
+    run = await kit.start_run(*command)
+    await kit.wait_for_units(run, 2)
+    kit.kill(run.pid)
+    await run.wait()
+    again = await kit.finish_run(*command)  # before its lease has ended
+    path = (await asyncio.to_thread(load_run, url)).path
+    assert len(kit.final_rows(path)) == 4
+    kit.check_no_unit_ran_again(path, run.receipts() | again.receipts())
+
+
+@pytest.mark.slow
+async def test_silent_driver_is_replaced_and_cannot_commit(
+    tmp_path: Path, server: FakeServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [kit.make_task(n, turns=1, latency_s=0.0 if n < 2 else 10.0) for n in range(4)]
+    command = arguments(tmp_path, server, url, "--set", "run.lease_s=6", rows=rows)
+    first = await kit.start_run(*command, "--concurrency", "1")
+    await kit.wait_for_units(first, 2)
+    other = on_machine(tmp_path, "machine-b")
+    refused = await kit.finish_run(*command, env=other, code=2)
+    assert f"is in use by process {first.pid} on " in refused.errors
+
+    os.kill(first.pid, signal.SIGSTOP)
+    while True:  # until its lease has ended
+        second = await kit.start_run(*command, env=other)
+        if await second.wait() == 0:
+            break
+        assert "last sign of life" in second.errors
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-c"))
+    finished = await rows_at(url)
+    os.kill(first.pid, signal.SIGCONT)
+    assert await first.wait() == 3
+    assert "was taken over by process" in first.report()["detail"]
+    assert sorted(row["task_id"] for row in finished.values()) == [f"task-{n}" for n in range(4)]
+    assert await rows_at(url) == finished
+    assert await asyncio.to_thread(main, ["check", url]) == 0
+
+
+async def test_failing_store_ends_no_run(
+    tmp_path: Path, server: FakeServer, proxy: Proxy, url: str
+) -> None:
+    dice = random.Random(1)
+
+    def fail(method: str, path: str) -> str | None:
+        if "/runs/one/.log/00" in path and method == "PUT":
+            return "lost" if dice.random() < 0.5 else None
+        return "503" if "/runs/one/" in path and dice.random() < 0.25 else None
+
+    run = await kit.start_run(*arguments(tmp_path, server, url, "--set", "run.lease_s=4"))
+    await kit.wait_for_units(run, 1)
+    proxy.failure = fail
+    assert await run.wait() == 0, (run.errors, run.report()["detail"])
+    assert proxy.failed
+    proxy.failure = lambda method, path: None
+    assert len(await rows_at(url)) == 4
+    assert await asyncio.to_thread(main, ["check", url]) == 0
+
+
+def fill(url: str, lease_s: float = 30.0) -> Any:
+    """A driver of a run that has nothing yet."""
+    mirror = open_mirror(url, lease_s)
+    asyncio.run(append_attempts(mirror.path, {}, []))
+    mirror.claim(mirror.first_epoch)
+    (mirror.path / "stats.json").write_text("{}")
+    return mirror
+
+
+async def test_outage_at_the_end_is_reported_and_completed_by_the_next_start(
+    proxy: Proxy, url: str
+) -> None:
+    mirror = await asyncio.to_thread(fill, url)
+    proxy.failure = lambda method, path: "down"
+    why = await mirror.finish(0.1)
+    assert why.startswith(f"{url} lacks what was finished last: ")
+    assert f"It is in {mirror.path}" in why
+    mirror.close()
+    with pytest.raises(UserError, match=r"cannot be read: .* Check the address"):
+        await asyncio.to_thread(open_mirror, url, 30.0)
+
+    proxy.failure = lambda method, path: None
+    again = await asyncio.to_thread(open_mirror, url, 30.0)
+    await asyncio.to_thread(again.claim, again.first_epoch)
+    again.close()
+    assert "stats.json" in await objects(proxy, url)
+
+
+async def test_only_one_of_two_drivers_that_start_together_gets_the_run(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mirrors = []
+    for name in "ab":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        mirrors.append(await asyncio.to_thread(open_mirror, url, 30.0))
+    both = [asyncio.to_thread(mirror.claim, 1) for mirror in mirrors]
+    results = await asyncio.gather(*both, return_exceptions=True)
+    assert sorted(type(result) for result in results if result is not None) == [StoreError]
+    assert "another driver has just started" in str(next(filter(None, results)))
+
+
+async def test_store_without_conditional_put_is_refused(proxy: Proxy, url: str) -> None:
+    proxy.failure = lambda method, path: "overwrite"
+    with pytest.raises(UserError, match="ignores put-if-absent"):
+        await asyncio.to_thread(open_mirror, url, 30.0)
+
+
+async def test_damage_in_the_store_is_reported(
+    tmp_path: Path,
+    server: FakeServer,
+    proxy: Proxy,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    await kit.finish_run(*arguments(tmp_path, server, url))
+    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
+    part = f"{proxy.target}/{url.removeprefix('s3://')}/trajectories/part-1-0-0.parquet"
+    async with aiohttp.ClientSession(headers=signed) as session:
+        for damage, line in ((b"x", "does not match its sha256"), (None, "is missing")):
+            if damage is None:
+                await session.delete(part)
+            else:
+                await session.put(part, data=damage)
+            assert await asyncio.to_thread(main, ["check", url]) == 2
+            assert f"{url}/trajectories/part-1-0-0.parquet: {line}" in capsys.readouterr().err
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"reader-{line[:2]}"))
+            with pytest.raises(StoreError, match=line):
+                await asyncio.to_thread(load_run, url)
+
+
+async def test_urls_that_cannot_be_used_are_refused_in_one_line(
+    proxy: Proxy, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {
+        ("show", url): "is not a run",
+        ("show", "s3://absent/run"): "is not a run",
+        ("show", "gs://bucket/run"): "pip install gcsfs",
+        ("show", "what://x/run"): "what://x/run",
+        ("compact", url): "is not a run",
+        ("check", url, "--repair"): "is for local run directories",
+    }
+    for command, line in refused.items():
+        assert await asyncio.to_thread(main, list(command)) == 2
+        error = capsys.readouterr().err
+        assert line in error
+        assert error.count("\n") == 1
