@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import json
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +19,9 @@ from typing import Any
 _MODELS = "bfcl_eval.constants.model_config"
 """Where the checker looks up one flag of a model. It imports the clients of all providers."""
 
+_MODEL = "any"
+"""The name under which the checker looks that flag up."""
+
 Calls = list[dict[str, dict[str, Any]]]
 
 
@@ -27,24 +29,22 @@ def calls(answer: str, row: Mapping[str, Any]) -> tuple[float, str]:
     """Judge the calls of an answer.
 
     Args:
-        row: `category` of the leaderboard, `functions` (their schemas) and `ground_truth`; with
-            `tools`, the calls are those of the first turn in `messages`, else the answer's text.
+        row: `category` of the leaderboard, `functions` (their schemas) and `ground_truth`.
 
     Returns: 1 if the calls are right, else 0, and why. In the category irrelevance a right answer
         makes no call.
     """
     category = row["category"]
-    made = tool_calls(row["messages"]) if row.get("tools") else read_calls(answer)
+    made = read_calls(answer)
     if "irrelevance" in category:
         return float(not made), "it makes a call" if made else ""
     if not made:
         return 0.0, "no calls found"
     if "relevance" in category:
         return 1.0, ""
-    model = "tools" if row.get("tools") else "text"
     check = _checker()
     try:
-        found = check(row["functions"], made, row["ground_truth"], category, model)
+        found = check(row["functions"], made, row["ground_truth"], category)
     except Exception as error:  # a boundary: arguments of odd types, which the checker never meets
         return 0.0, f"{type(error).__name__}: {error}"
     return float(found["valid"]), "" if found["valid"] else str(found["error"])
@@ -53,30 +53,14 @@ def calls(answer: str, row: Mapping[str, Any]) -> tuple[float, str]:
 @functools.cache
 def _checker() -> Callable[..., dict[str, Any]]:
     models: Any = ModuleType(_MODELS)
-    models.MODEL_CONFIG_MAPPING = {
-        "text": SimpleNamespace(underscore_to_dot=False),
-        "tools": SimpleNamespace(underscore_to_dot=True),
-    }
+    models.MODEL_CONFIG_MAPPING = {_MODEL: SimpleNamespace(underscore_to_dot=False)}
     sys.modules.setdefault(_MODELS, models)
     # Not a requirement of ours: what it requires excludes what we do.
     language = importlib.import_module("bfcl_eval.constants.enums").Language.PYTHON
     check = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker").ast_checker
-    return lambda functions, made, truth, *of: check(functions, made, truth, language, *of)
-
-
-def tool_calls(messages: list[Mapping[str, Any]]) -> Calls:
-    """The calls of the first turn (OpenAI messages); none if one is malformed."""
-    first = next((m for m in messages if m["role"] == "assistant"), {})
-    made: Calls = []
-    for call in first.get("tool_calls") or ():
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            return []
-        if not isinstance(arguments, dict):
-            return []
-        made.append({call["function"]["name"]: arguments})
-    return made
+    return lambda functions, made, truth, category: check(
+        functions, made, truth, language, category, _MODEL
+    )
 
 
 def read_calls(answer: str) -> Calls:

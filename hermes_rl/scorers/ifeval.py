@@ -18,8 +18,9 @@ def follows(answer: str, row: Mapping[str, Any]) -> tuple[float, str, dict[str, 
 
     Returns: 1 if the answer follows all instructions (prompt level, strict), else 0; those that it
         does not follow; and the metrics `instructions` (their number), `strict` and `loose` (how
-        many it follows), and `prompt_loose` (1 if all). An answer is also followed loosely if it is
-        without its first line, its last line, both, or its asterisks.
+        many it follows), and `prompt_loose` (1 if all). Loosely, an instruction also counts as
+        followed when the answer follows it without its first line, its last line, both of them, or
+        its asterisks.
 
     Raises: KeyError for an unknown instruction; LookupError without the data of nltk.
     """

@@ -128,14 +128,20 @@ async def test_notebooks_run_in_a_fresh_clone(tmp_path: Path) -> None:
         assert "20/20 units done, 20 solved" in printed(again)
 
 
-ANALYSES = ("failure_modes.ipynb", "cost_quality.ipynb", "group_health.ipynb")
+ANALYSES = (
+    "failure_modes.ipynb",
+    "cost_quality.ipynb",
+    "group_health.ipynb",
+    "export_training.ipynb",
+)
 
 
 async def test_analyses_find_failures_costs_and_groups(tmp_path: Path) -> None:
     async with FakeServer() as server:
         await made_run(tmp_path / "runs/demo-rehearsal", server.base_url, max_turns=1)
         await made_run(tmp_path / "runs/demo", server.base_url, max_turns=5)
-    failures, costs, groups = await execute(*((name, tmp_path) for name in ANALYSES))
+    plays = ((name, tmp_path) for name in ANALYSES)
+    failures, costs, groups, exports = await execute(*plays)
     assert "Trajectory never-0 #0: reward 0.0" in shown(failures)
     html = [o.data["text/html"] for o in outputs(failures) if "text/html" in o.get("data", {})]
     assert "echo 0 &gt; out.txt" in html[-1]  # the trajectory
@@ -143,7 +149,8 @@ async def test_analyses_find_failures_costs_and_groups(tmp_path: Path) -> None:
     assert [figures(one) for one in (failures, costs, groups)] == [3, 7, 2]
     counts = dict(line.rsplit(None, 1) for line in shown(groups).splitlines()[:6])
     assert (counts["groups"], counts["all solved"], counts["with a gradient"]) == ("10", "10", "0")
-    assert "40 samples of 40 rollouts" in printed(groups)
+    assert "10 samples of 40 rollouts" in printed(exports)
+    assert "30  samples equal to an earlier one" in printed(exports)
 
 
 async def test_notebooks_use_existing_runs(tmp_path: Path) -> None:
