@@ -379,10 +379,12 @@ class NoAnswer(ToolError):
     """A question to the user has no answer.
 
     Args:
-        kind: `no_user`, where none can answer; `no_answer`, where he gave none; `timeout`.
+        kind: `no_user`, where none can answer; `no_answer`, where the user gave none; `timeout`.
     """
 
-    def __init__(self, kind: Literal["no_user", "no_answer", "timeout"], message: str) -> None:
+    def __init__(
+        self, message: str, kind: Literal["no_user", "no_answer", "timeout"] = "no_answer"
+    ) -> None:
         super().__init__(f"{message}; make a reasonable decision and continue")
         self.kind = kind
 

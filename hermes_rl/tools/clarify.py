@@ -30,14 +30,14 @@ async def _clarify(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     if len(choices) > MAX_CHOICES or not all(choices):
         raise ToolError(f"give at most {MAX_CHOICES} choices, and none of them empty")
     if ask is None:
-        raise NoAnswer("no_user", "no user can answer here")
+        raise NoAnswer("no user can answer here", "no_user")
     try:
         async with asyncio.timeout(ctx.max_timeout_s):
             answer = await _answer(ask, question, choices)
     except TimeoutError:
-        raise NoAnswer("timeout", f"no answer within {ctx.max_timeout_s:.0f} s") from None
+        raise NoAnswer(f"no answer within {ctx.max_timeout_s:.0f} s", "timeout") from None
     if answer is None or not (text := clean(str(answer)).strip()):
-        raise NoAnswer("no_answer", "the user gave no answer")
+        raise NoAnswer("the user gave no answer")
     fields = {"question": question, "answer": text}
     return ToolResult(text=to_json(fields), data=fields)
 

@@ -25,7 +25,8 @@ from .test_long_conversations import check_legal
 KNOWN = [
     e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.HermesError)
 ]
-CLASSES = [e for e in KNOWN if e is not errors.ToolError] + [OSError, KeyError, MemoryError]
+CLASSES = [e for e in KNOWN if not issubclass(e, errors.ToolError)]
+CLASSES += [OSError, KeyError, MemoryError]
 RUN = {"run": "echo hi", "text": "I run it."}
 
 

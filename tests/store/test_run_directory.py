@@ -109,7 +109,7 @@ async def test_unusable_paths_are_refused(tmp_path: Path) -> None:
         await open_run(tmp_path, scripted_rows.CONFIG)
     with pytest.raises(UserError, match="cannot be written"):
         await open_run(tmp_path / "notes.txt", scripted_rows.CONFIG)
-    with pytest.raises(UserError, match="URLs are not supported yet"):
+    with pytest.raises(UserError, match="is not on this disk"):
         await open_run("s3://bucket/run", scripted_rows.CONFIG)
     with pytest.raises(UserError, match="not a run directory"):
         load_run(tmp_path)
