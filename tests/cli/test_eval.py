@@ -293,7 +293,13 @@ IFEVAL = [
     # Answer, kinds of instructions with their options, whether strictly and loosely followed.
     ("hello there", {"punctuation:no_comma": {}, "change_case:english_lowercase": {}}, 1, 1),
     ("Sure:\n\nhello *there*", {"change_case:english_lowercase": {}}, 0, 1),
-    ("One. Two.", {"length_constraints:number_sentences": {"num_sentences": 3}}, 0, 0),
+    (
+        "One. Two.",
+        # Without a relation the published checker draws one.
+        {"length_constraints:number_sentences": {"num_sentences": 3, "relation": "at least"}},
+        0,
+        0,
+    ),
     # Forged: nothing, the instructions themselves, a claim.
     ("", {"punctuation:no_comma": {}}, 0, 0),
     ("startend:end_checker, no_comma", {"punctuation:no_comma": {}}, 0, 0),
