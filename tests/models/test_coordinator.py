@@ -12,6 +12,7 @@ from hermes_rl.models.rate import (
     Events,
     LaneReport,
     Limiter,
+    Orders,
     Quota,
     Rates,
     Report,
@@ -131,6 +132,39 @@ def test_workers_together_never_exceed_the_limit(steps):
         if fleet.coordinator.summary().lanes:
             highest = max(highest, fleet.limit)
         assert fleet.out() <= highest
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["turn", "turn", "exchange", "ask", "take", "die"]),
+            st.sampled_from(WORKERS[:2]),
+        ),
+        min_size=30,
+        max_size=40,
+    )
+)
+def test_a_pause_is_over_when_no_worker_may_start_a_request(steps):
+    """Also where pauses follow each other before the grants between them arrive."""
+    fleet, paused, grants = Fleet(), False, {}
+    fleet.coordinator.orders = lambda model: Orders(paused)
+    for what, worker in steps:
+        if what == "turn":
+            paused = not paused
+        elif what == "exchange" and worker not in grants:
+            fleet.exchange(worker, 6)
+        elif what == "ask" and worker not in grants:
+            grants[worker] = fleet.report(worker, 6)
+        elif what == "take" and worker in grants:
+            fleet.slots[worker] = grants.pop(worker).lanes[0].slots
+        elif what == "die":
+            fleet.coordinator.remove(worker)
+            fleet.slots[worker] = 0
+            grants.pop(worker, None)
+        behind = fleet.coordinator.behind("model")
+        assert not paused or {name for name in WORKERS if fleet.slots[name]} <= {*behind}
+        on_the_way = {name for name, grant in grants.items() if grant.lanes[0].slots}
+        assert not paused or on_the_way <= {*behind}
 
 
 def test_slots_of_a_lost_worker_are_reused():

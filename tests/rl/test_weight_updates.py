@@ -346,6 +346,7 @@ async def test_pauses_and_cut_answers_on_ray_workers(
             await policy.resume()
             for version in (2, 3):
                 await policy.pause()
+                await asyncio.sleep(0.2)  # what was sent before the pause arrives
                 engine.running.abort_all()
                 requests = engine.requests
                 await asyncio.sleep(0.6)

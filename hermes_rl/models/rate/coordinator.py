@@ -336,13 +336,17 @@ class Coordinator:
         return self._lanes[name]
 
     def behind(self, model: str) -> list[str]:
-        """Return the workers that do not obey the present orders for a model yet."""
+        """Return the workers that do not obey the present orders for a model yet.
+
+        A worker has other orders also when they are on their way: it obeys the present ones when
+        it has taken them and the last grant had them too.
+        """
         lanes = [lane for lane in [*self._lanes.values()] if lane.model == model]
         parts = [part for lane in lanes for part in [*lane.parts.items()]]
         return [
             worker.removeprefix(self._prefix)
             for worker, part in parts
-            if part.obeys != self.orders(model)
+            if {part.obeys, part.granted} != {self.orders(model)}
         ]
 
     def remove(self, worker: str) -> None:
