@@ -1,6 +1,5 @@
 """Arguments of `AIAgent` of a wrong kind: one line each, before anything is opened."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,10 +59,8 @@ def test_a_model_or_a_sandbox_of_a_wrong_kind_is_one_line(model: Any) -> None:
 
 @pytest.mark.parametrize("value", ["a\udcffb", "\ud800", "a\0b"])
 @pytest.mark.parametrize("backend", [Bubblewrap, Subprocess])
-async def test_a_variable_that_no_process_takes_is_one_line(
-    backend: Any, value: str, tmp_path: Path
-) -> None:
-    made = backend(state_dir=tmp_path)
+async def test_a_variable_that_no_process_takes_is_one_line(backend: Any, value: str) -> None:
+    made = backend()
     with pytest.raises(UserError, match=r"env: 'X=.*' has a NUL or half of a character"):
         await made.lease(SandboxSpec(lease="x", env={"X": value}))
     await made.aclose()
