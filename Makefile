@@ -30,9 +30,9 @@ help: ## list these targets
 demo: demo-venv ## run the whole product on ten small tasks (MODEL=... BASE_URL=... [API_KEY_ENV=...] uses your own model)
 	@$(VENV)/bin/hermes-rl demo $(DEMO_ARGS)
 
-# Tests wait as long as they compute, so three processes keep two cores busy.
-test: dev-venv ## run all tests in three processes (PYTEST_ARGS='-k journal' selects tests, -n 0 uses one process)
-	@$(RUN) -m pytest -n 3 --max-worker-restart 0 $(PYTEST_ARGS)
+# Tests wait longer than they compute: four processes keep two cores busy.
+test: dev-venv ## run all tests in four processes (PYTEST_ARGS='-k journal' selects tests, -n 0 uses one process)
+	@$(RUN) -m pytest -n 4 --max-worker-restart 0 $(PYTEST_ARGS)
 
 smoke: dev-venv ## run a small part of the tests, for another Python (PYTHON=/path/to/python3.13 VENV=.venv-3.13)
 	@$(VENV)/bin/hermes-rl --help >/dev/null

@@ -1,6 +1,6 @@
 """What all tests share: Hypothesis's settings, a Ray cluster, and which tests run in one process.
 
-`make test` spreads the tests over three processes (pytest-xdist). A file's tests run in one of
+`make test` spreads the tests over four processes (pytest-xdist). A file's tests run in one of
 them, in order, since they share fixtures; so do the files of a group, since they use something of
 which the machine has one.
 """
