@@ -70,7 +70,7 @@ def command(
     hermes-rl check runs/smoke-local --secrets    keys and passwords in its texts
     hermes-rl check runs/rl --masks --tokenizer Qwen/Qwen3-8B
     """
-    path, changed = _find(target, repair)
+    path, changed = _find(target, repair, as_json)
     if is_run(path):
         if run or columns or limit is not None:
             name = "--run" if run else "--map" if columns else "--limit"
@@ -96,13 +96,14 @@ def command(
     )
 
 
-def _find(target: str, repair: bool) -> tuple[Path, list[str]]:
-    """The path of a dataset or run, and the faults of the objects of one at a URL."""
+def _find(target: str, repair: bool, as_json: bool) -> tuple[Path, list[str]]:
+    """The path of a dataset or run, and the faults of the objects of one at a URL, which is
+    repaired before."""
     url = url_of(target)
     if url is None:
         return Path(target), []
     if repair:
-        raise UserError(f"{url}: --repair is for local run directories. Copy the run first")
+        _repair(url, as_json)
     return fetch_run(url, whole=True)
 
 
@@ -221,14 +222,8 @@ def _check_run(path: Path, target: str, changed: list[str], repair: bool, as_jso
     from hermes_rl.store import load_run
 
     _refuse_special_files(path)
-    if repair:
-        from hermes_rl.store import repair_run
-
-        done = repair_run(path)
-        lines = [f"repaired; the damaged file is kept: {name}" for name in done.saved]
-        lines += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
-        for line in lines:
-            print(line, file=sys.stderr if as_json else sys.stdout)
+    if repair and not url_of(target):
+        _repair(path, as_json)
     faults = [*changed, *check_run.faults_of(path)]
     stats, why = None, ""
     try:
@@ -242,6 +237,17 @@ def _check_run(path: Path, target: str, changed: list[str], repair: bool, as_jso
         _print_faults(faults)
         print(why if stats is None else _usage_line(target, stats, len(faults)))
     return ExitCode.DONE if not faults else ExitCode.BAD_INPUT
+
+
+def _repair(run: str | Path, as_json: bool) -> None:
+    from hermes_rl.store import changed_run, repair_run
+
+    with changed_run(run, repair=True) as opened:
+        done = repair_run(opened.path, first_epoch=opened.first_epoch)
+    lines = [f"repaired; the damaged file is kept: {name}" for name in done.saved]
+    lines += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
+    for line in (*opened.notes, *lines):
+        print(line, file=sys.stderr if as_json else sys.stdout)
 
 
 def _check_secrets(path: Path, as_json: bool) -> int:

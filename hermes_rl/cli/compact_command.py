@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from hermes_rl.errors import ExitCode
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="run directory or its URL", metavar="RUN")],
     keep_old: Annotated[
         float, typer.Option(min=0.0, help="seconds to keep replaced files for running readers")
     ] = 600.0,
@@ -29,10 +30,14 @@ def command(
     hermes-rl compact runs/my-run
     hermes-rl compact runs/my-run --keep-old 0    when nothing reads the run
     """
-    from hermes_rl.store import compact_run, load_run
+    from hermes_rl.store import changed_run, compact_run, load_run, url_of
 
-    load_run(run)  # refuses what is not a run before a folder is made
-    done = compact_run(run, grace_s=keep_old)
+    if url_of(run) is None:
+        load_run(run)  # refuses what is not a run before a folder is made
+    with changed_run(run) as opened:
+        done = compact_run(opened.path, grace_s=keep_old, first_epoch=opened.first_epoch)
+    for note in opened.notes:
+        print(note, file=sys.stderr)
     if as_json:
         print(json.dumps(asdict(done)))
     elif done.before == done.after:

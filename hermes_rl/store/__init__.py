@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from hermes_rl.store.integrity import FOREIGN, file_faults, special_files
     from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
-    from hermes_rl.store.mirror import Mirror, open_mirror
+    from hermes_rl.store.mirror import Mirror, changed_run, open_mirror
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
     from hermes_rl.store.processes import ProcessId
     from hermes_rl.store.reader import (

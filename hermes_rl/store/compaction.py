@@ -45,7 +45,12 @@ class Compacted:
 
 
 def compact_run(
-    path: str | Path, *, grace_s: float = OLD_FILES_S, small: int = SMALL, target: int = TARGET
+    path: str | Path,
+    *,
+    grace_s: float = OLD_FILES_S,
+    small: int = SMALL,
+    target: int = TARGET,
+    first_epoch: int = 1,
 ) -> Compacted:
     """Merge the small parts of a run that nothing drives. What a killed driver left is published
     first. Blocking; may be killed and repeated.
@@ -56,6 +61,7 @@ def compact_run(
             start or `compact` after that removes them.
         small: batches of fewer bytes are merged.
         target: bytes of a merged batch, about.
+        first_epoch: the lowest epoch that may be used.
 
     Raises: StoreError when the run is in use, damaged or newer, or its file system cannot exchange
     folders; DiskFull.
@@ -64,7 +70,8 @@ def compact_run(
     lock = run_dir.lock()
     try:
         with convert_os_errors(run_dir.path), disk_errors():
-            recovery = Recovery(run_dir, begin_epoch(run_dir, None, {"compact": True}))
+            epoch = begin_epoch(run_dir, None, {"compact": True}, at_least=first_epoch)
+            recovery = Recovery(run_dir, epoch)
             report = recovery.recover_writers(Ledger())
             if report.duplicates:
                 raise StoreError(duplicate_message(run_dir, report.duplicates[0]))

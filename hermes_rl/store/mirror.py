@@ -15,11 +15,12 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hermes_rl.aio import in_thread
+from hermes_rl.aio import in_thread, run_sync
 from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.locks import try_lock
 from hermes_rl.store.files import file_sha256
@@ -34,7 +35,7 @@ from hermes_rl.store.remote import (
     open_remote,
     working_copy,
 )
-from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of
+from hermes_rl.store.rundir import LEASE_S, TABLES, RunDir, order_of, stem_of, url_of
 from hermes_rl.store.snapshots import read_compactions, replaced_stems
 
 SYNC_S = 5.0
@@ -43,8 +44,8 @@ SYNC_S = 5.0
 CLOSE_S = 120.0
 """How long the end of a run tries to complete the mirror."""
 
-_FINAL = ("epochs", "commits", "compacted", *TABLES)
-"""Folders whose files never change."""
+_FINAL = ("commits", "compacted", *TABLES)
+"""Folders whose files change by a repair only."""
 
 _LATER = ("network", "workspaces")
 """Folders whose files are complete at the end."""
@@ -63,9 +64,17 @@ class Mirror:
         remote: with its log read.
         lock: on the working copy; excludes other drivers on this machine.
         copy: the id of the working copy.
+        damaged: for a repair, names of files that were lost or changed in the store.
     """
 
-    def __init__(self, remote: RemoteRun, lock: HeldLock, copy: str, lease_s: float) -> None:
+    def __init__(
+        self,
+        remote: RemoteRun,
+        lock: HeldLock,
+        copy: str,
+        lease_s: float,
+        damaged: set[str] | None = None,
+    ) -> None:
         self.url = remote.url
         self.path = working_copy(remote.url)
         self.first_epoch = 1 + max((e.epoch for e in remote.entries), default=0)
@@ -77,7 +86,10 @@ class Mirror:
         self._remote = remote
         self._lock = lock
         self._copy = copy
+        self._damaged = damaged
         self._claim: Entry | None = None
+        self._ended = threading.Event()
+        self._beating = threading.Lock()
         self._pending: Entry | None = None
         """What was put into the log without an answer."""
         self._lost: Replaced | None = None
@@ -96,28 +108,38 @@ class Mirror:
         Raises: StoreError when another driver was faster; UserError when the store fails.
         """
         holder = f"process {os.getpid()} on {socket.gethostname()}"
-        entry = Entry(
-            id=secrets.token_hex(8),
-            epoch=epoch,
-            copy=self._copy,
-            holder=holder,
-            lease_s=self.lease_s,
-        )
-        self._claim = entry
+        epochs = [f"epochs/{name}" for name in RunDir(self.path).storage.names("epochs")]
         try:
-            self.beat()
-            if not self._remote.append(entry):
+            self._claim = Entry(
+                id=secrets.token_hex(8),
+                epoch=epoch,
+                copy=self._copy,
+                holder=holder,
+                lease_s=self.lease_s,
+                files=self._put_changed(epochs),  # here: a claim may be all that a driver leaves
+            )
+            self._beat()
+            if not self._remote.append(self._claim):
                 raise StoreError(f"{self.url}: another driver has just started. Run again later")
+            threading.Thread(target=self._keep_beating, daemon=True).start()
+            self._plain |= {*self._claim.files}
             self.sync()
         except StoreError:
             raise
         except Exception as error:  # each store has its own errors
             raise UserError(f"{self.url} cannot be written: {describe(error)}") from error
 
-    def beat(self) -> None:
+    def _beat(self) -> None:
         """Show that this driver lives."""
         if self._claim is not None:
             self._remote.put(f".log/beat-{self._claim.id}", b"%d" % time.time())
+
+    def _keep_beating(self) -> None:
+        """In a thread, since an upload or a merge may take longer than the lease."""
+        while not self._ended.wait(min(SYNC_S, self.lease_s / 4)):
+            with suppress(Exception), self._beating:  # each store has its own errors; see `_keep`
+                if not self._ended.is_set():
+                    self._beat()
 
     def sync(self, *, final: bool = False) -> None:
         """Upload what is new, then name it in the log. May be repeated after any error. Blocking.
@@ -143,6 +165,7 @@ class Mirror:
 
     def _log(self, entry: Entry) -> None:
         if not self._remote.append(entry):
+            self._ended.set()
             self._lost = self._replaced()
             raise self._lost
         self._plain |= {name for name, stored in entry.files.items() if stored.object != name}
@@ -160,14 +183,32 @@ class Mirror:
         )
 
     def _upload(self, final: bool) -> Entry | None:
+        known, names = self._remote.files, [*self._published(final)]
+        new = [n for n in names if _never_changes(n) and n not in known]
+        files = {
+            n: Stored(n, (self.path / n).stat().st_size, file_sha256(self.path / n)) for n in new
+        }
+        repair = self._damaged is not None
+        files |= self._put_changed(
+            n for n in names if n not in files and (repair or not _never_changes(n))
+        )
+        self._remote.upload(
+            self.path, [n for n in new if n not in self._uploaded], self._uploaded.add
+        )
+        removed = {*self._merged_away()}
+        if self._damaged is not None:
+            lost = (n for n in known if _never_changes(n) or n in self._damaged)
+            removed |= {n for n in lost if not (self.path / n).exists()}
+        if not files and not removed:
+            return None
+        return Entry(id=secrets.token_hex(8), files=files, removed=tuple(sorted(removed)))
+
+    def _put_changed(self, names: Iterable[str]) -> dict[str, Stored]:
+        """Put the content of those files that the log does not have, under names of their own."""
         files: dict[str, Stored] = {}
-        known = self._remote.files
-        for name in self._published(final):
+        known, damaged = self._remote.files, self._damaged or ()
+        for name in names:
             path = self.path / name
-            if name.partition("/")[0] in _FINAL:
-                if name not in known:
-                    files[name] = Stored(name, path.stat().st_size, file_sha256(path))
-                continue
             version = (path.stat().st_mtime_ns, path.stat().st_size)
             seen, digest = self._seen.get(name, (None, ""))
             if seen == version and name in known and known[name].sha256 == digest:
@@ -175,18 +216,15 @@ class Mirror:
             data = path.read_bytes()
             digest = hashlib.sha256(data).hexdigest()
             stored = Stored(f".state/{digest}", len(data), digest)
-            if known.get(name) != stored:
+            if name not in known or known[name].sha256 != digest:
                 if stored.object not in self._uploaded:
                     self._remote.put(stored.object, data)
                     self._uploaded.add(stored.object)
                 files[name] = stored
+            elif name in damaged:
+                self._remote.put(known[name].object, data)
             self._seen[name] = version, digest
-        new = [n for n, s in files.items() if s.object == n and n not in self._uploaded]
-        self._remote.upload(self.path, new, self._uploaded.add)
-        removed = tuple(self._merged_away())
-        if not files and not removed:
-            return None
-        return Entry(id=secrets.token_hex(8), files=files, removed=removed)
+        return files
 
     def _published(self, final: bool) -> Iterator[str]:
         """Names of the files that readers may see. A part is one only with its commit."""
@@ -248,7 +286,6 @@ class Mirror:
         while True:
             await asyncio.sleep(pause)
             try:
-                await in_thread(self.beat)
                 await in_thread(self.sync)
             except Replaced as error:
                 lost(str(error))
@@ -290,6 +327,9 @@ class Mirror:
     def _finish(self) -> None:
         self.sync(final=True)
         self.remove_orphans()
+        self._ended.set()
+        with self._beating:
+            pass
         if self._claim is not None:
             self._remote.remove([f".log/beat-{self._claim.id}"])
             self._claim = None
@@ -297,15 +337,53 @@ class Mirror:
     def close(self) -> None:
         """Release the working copy. A run that was not finished is free after its lease, or at once
         on this machine."""
+        self._ended.set()
         self._lock.release()
 
 
-def open_mirror(url: str, lease_s: float) -> Mirror:
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run for a command that changes it."""
+
+    path: Path
+    first_epoch: int = 1
+    """The lowest epoch that the command may use."""
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def changed_run(path: str | Path, *, repair: bool = False) -> Iterator[OpenedRun]:
+    """The folder of a run for a command that changes it. Of a URL it is the working copy, which
+    takes the run over and is uploaded when the context ends without an error. Blocking.
+
+    Args:
+        repair: also take files that were lost or changed in the store.
+
+    Raises: StoreError when another driver lives, or takes the run meanwhile; UserError for a URL
+    without a run, or when the store fails; DiskFull.
+    """
+    url = url_of(path)
+    if url is None:
+        yield OpenedRun(Path(path))
+        return
+    open_remote(url).refuse_absent()
+    mirror = open_mirror(url, LEASE_S, repair=repair)
+    try:
+        yield OpenedRun(mirror.path, mirror.first_epoch, mirror.notes)
+        mirror.claim(RunDir(mirror.path).last_epoch())
+        if why := run_sync(mirror.finish()):
+            raise StoreError(why)
+    finally:
+        mirror.close()
+
+
+def open_mirror(url: str, lease_s: float, *, repair: bool = False) -> Mirror:
     """Prepare the working copy of a run: the one of this machine if it drove the run last, else a
     new one. Blocking.
 
     Args:
         lease_s: seconds without a sign of life after which another machine may take over.
+        repair: see `changed_run`.
 
     Raises: StoreError when another driver lives, or the store is damaged; UserError when the store
     cannot be used; DiskFull.
@@ -315,27 +393,38 @@ def open_mirror(url: str, lease_s: float) -> Mirror:
     root.mkdir(parents=True, exist_ok=True)
     lock = _lock(root, url)
     try:
-        now = _try(remote)
-        mine = root / "id"
-        copy = mine.read_text() if mine.exists() else ""
-        notes: list[str] = []
-        last = remote.claim
-        work = working_copy(url)
-        if last is None or last.copy != copy or not (work / "epochs").is_dir():
-            if last is not None:
-                _refuse_living(remote, last, now)
-            notes += _set_aside(root, work)
-            copy = _fetch_all(remote, root, work)
-        else:
-            remote.fetch(work, [n for n, s in remote.files.items() if _is_lost(work, n, s)])
+        return _open(remote, root, lock, lease_s, repair)
     except (StoreError, UserError, DiskFull):
         lock.release()
         raise
     except Exception as error:  # each store has its own errors
         lock.release()
         raise UserError(f"{url} cannot be used: {describe(error)}") from error
-    mirror = Mirror(remote, lock, copy, lease_s)
-    mirror.notes += notes
+
+
+def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair: bool) -> Mirror:
+    now = _try(remote)
+    copy = (root / "id").read_text() if (root / "id").exists() else ""
+    last, work = remote.claim, working_copy(remote.url)
+    mine = last is not None and last.copy == copy  # made under this lock, so its driver ended
+    if last is not None and not mine:
+        _refuse_living(remote, last, now)
+    kept = mine and (work / "epochs").is_dir()
+    notes = [] if kept else _set_aside(remote, root, work)
+    damaged: set[str] | None = None
+    if repair or not kept:
+        fetched = _fetch_all(remote, root, verify=not repair)
+        damaged = _find_damaged(remote, fetched) if repair else None
+    if kept:
+        lost = [n for n, s in remote.files.items() if _is_lost(work, n, s)]
+        remote.fetch(work, lost, verify=not repair)
+    else:
+        for name in (n for n in damaged or () if not _never_changes(n)):
+            (fetched / name).unlink(missing_ok=True)  # a repair cannot use it
+        copy = _begin_copy(root, work, fetched)
+    mirror = Mirror(remote, lock, copy, lease_s, damaged)
+    lost = [n for n in sorted(damaged or ()) if not (work / n).exists()]
+    mirror.notes += [*notes, *(f"lost: {remote.url}/{name}" for name in lost)]
     return mirror
 
 
@@ -370,10 +459,11 @@ def _refuse_living(remote: RemoteRun, claim: Entry, now: float) -> None:
         )
 
 
-def _set_aside(root: Path, work: Path) -> list[str]:
-    """Remove a working copy that another machine overtook; keep it if it has unpublished rows."""
-    (root / "id").unlink(missing_ok=True)
-    if any(path.stat().st_size for _, path in RunDir(work).journals("done")):
+def _set_aside(remote: RemoteRun, root: Path, work: Path) -> list[str]:
+    """Remove a working copy that another machine overtook; keep it if it has rows of its own."""
+    run_dir = RunDir(work)
+    journals = any(path.stat().st_size for _, path in run_dir.journals("done"))
+    if journals or any(f"commits/{s}.json" not in remote.files for s in run_dir.commit_stems()):
         aside = root / f"{work.name}-{secrets.token_hex(4)}"
         work.rename(aside)
         return [f"rows that were never uploaded from this machine are kept in {aside}"]
@@ -381,20 +471,41 @@ def _set_aside(root: Path, work: Path) -> list[str]:
     return []
 
 
-def _fetch_all(remote: RemoteRun, root: Path, work: Path) -> str:
-    """Fetch the run into a new working copy. Returns: its id."""
-    fetching, copy = root / "fetching", secrets.token_hex(8)
+def _fetch_all(remote: RemoteRun, root: Path, *, verify: bool) -> Path:
+    """Fetch the run. Returns: the folder."""
+    fetching = root / "fetching"
     shutil.rmtree(fetching, ignore_errors=True)
     fetching.mkdir()
-    remote.fetch(fetching, remote.files)
+    remote.fetch(fetching, remote.files, verify=verify)
     if remote.files:
         RunDir(fetching).create()
+    return fetching
+
+
+def _find_damaged(remote: RemoteRun, fetched: Path) -> set[str]:
+    """The names of files that were lost or changed in the store."""
+    return {
+        name
+        for name, stored in remote.files.items()
+        if not (fetched / name).is_file() or file_sha256(fetched / name) != stored.sha256
+    }
+
+
+def _begin_copy(root: Path, work: Path, fetched: Path) -> str:
+    """Make a fetched run the working copy. Returns: its id."""
+    copy = secrets.token_hex(8)
     work.parent.mkdir(exist_ok=True)
-    fetching.rename(work)
+    fetched.rename(work)
     (root / "id").write_text(copy)
     return copy
 
 
+def _never_changes(name: str) -> bool:
+    return name.partition("/")[0] in _FINAL
+
+
 def _is_lost(work: Path, name: str, stored: Stored) -> bool:
-    """Whether a file that never changes is missing in the working copy."""
-    return stored.object == name and not is_same(work / name, name, stored)
+    """Whether a file that recovery reads is missing in the working copy."""
+    if name.startswith("epochs/"):
+        return not (work / name).exists()
+    return _never_changes(name) and not is_same(work / name, name, stored)

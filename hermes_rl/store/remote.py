@@ -1,6 +1,6 @@
 """A run directory on an object store: its log, and copies on this disk.
 
-    URL/TABLE/part-STEM.parquet commits/ epochs/ ...    the files of the run; names never reused
+    URL/TABLE/part-STEM.parquet commits/ ...    the files of the run; names never reused
     URL/.log/N.json       what was added, in order, made by put-if-absent: the truth
     URL/.log/beat-ID      a sign of life of the driver that made claim ID
     URL/.state/SHA256     content of files that change, such as stats.json; URL/NAME is a plain copy
@@ -117,6 +117,11 @@ class RemoteRun:
     def claim(self) -> Entry | None:
         """The newest claim that was read."""
         return next((e for e in reversed(self._entries) if e.epoch), None)
+
+    def refuse_absent(self) -> None:
+        """Raises: UserError when there is no run."""
+        if not any(name.startswith("epochs/") for name in self.files):
+            raise UserError(f"{self.url} is not a run (no log of one). Give the URL of a run")
 
     def read_log(self) -> None:
         """Read the entries that were added since the last call.
@@ -310,8 +315,8 @@ def fetch_run(url: str, *, whole: bool = False, new: bool = False) -> tuple[Path
     Raises: UserError when there is no run, or the store cannot be reached; StoreError for damage.
     """
     remote = open_remote(url)
-    if not new and not any(name.startswith("epochs/") for name in remote.files):
-        raise UserError(f"{url} is not a run (no log of one). Give the URL of a run")
+    if not new:
+        remote.refuse_absent()
     folder = cache_folder(url) / "copy" / _name(url)
     for name in ("epochs", "commits", "journal", "tmp"):
         (folder / name).mkdir(parents=True, exist_ok=True)

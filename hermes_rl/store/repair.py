@@ -70,8 +70,11 @@ class RepairReport:
     """Units that were finished twice."""
 
 
-def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
+def repair_run(path: str | Path, *, grace_s: float = GRACE_S, first_epoch: int = 1) -> RepairReport:
     """Repair a run directory; a new driver can open it afterwards. Blocking. May be repeated.
+
+    Args:
+        first_epoch: the lowest epoch that may be used.
 
     Raises: StoreError when the run is in use or newer; DiskFull.
     """
@@ -80,14 +83,14 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S) -> RepairReport:
     try:
         run_dir.create()
         with convert_os_errors(run_dir.path):
-            return _repair(run_dir, grace_s)
+            return _repair(run_dir, grace_s, first_epoch)
     finally:
         lock.release()
 
 
-def _repair(run_dir: RunDir, grace_s: float) -> RepairReport:
+def _repair(run_dir: RunDir, grace_s: float, first_epoch: int) -> RepairReport:
     saved = restore_epochs(run_dir)
-    epoch = begin_epoch(run_dir, None, {"repair": True})
+    epoch = begin_epoch(run_dir, None, {"repair": True}, at_least=first_epoch)
     saved += [_restore_quarantined(run_dir, damaged) for damaged in quarantined(run_dir)]
     saved += rebuild_commits(run_dir)
     recovery = Recovery(run_dir, epoch, strict=False)

@@ -4,10 +4,12 @@ import asyncio
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,8 +35,8 @@ QUICK = ("--workers", "0", "--set", "run.publish_every_s=0.05")
 ROWS = [kit.make_task(number, turns=1) for number in range(4)]
 
 Failure = Callable[[str, str], str | None]
-"""Method and path of a request -> `503`, `lost` (carried out, but the answer does not arrive),
-`down` (not carried out), `overwrite` (without its condition) or None."""
+"""Method and path of a request -> a status such as `503`, `lost` (carried out, but the answer does
+not arrive), `down` (not carried out), `overwrite` (without its condition) or None."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,8 @@ class Proxy:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         fails = self.failure(request.method, request.path)
         self.failed += fails is not None
-        if fails == "503":
-            return web.Response(status=503)
+        if fails and fails.isdigit():
+            return web.Response(status=int(fails))
         headers = {k: v for k, v in request.headers.items() if k not in ("Host", "Expect")}
         if fails == "overwrite":
             headers.pop("If-None-Match", None)
@@ -244,7 +246,11 @@ def fill(url: str, lease_s: float = 30.0) -> Any:
     """A driver of a run that has nothing yet."""
     mirror = open_mirror(url, lease_s)
     asyncio.run(append_attempts(mirror.path, {}, []))
-    mirror.claim(mirror.first_epoch)
+    try:
+        mirror.claim(mirror.first_epoch)
+    except UserError:
+        mirror.close()
+        raise
     (mirror.path / "stats.json").write_text("{}")
     return mirror
 
@@ -281,13 +287,72 @@ async def test_only_one_of_two_drivers_that_start_together_gets_the_run(
     assert "another driver has just started" in str(next(filter(None, results)))
 
 
+async def compact_after_lease(url: str) -> None:
+    """Take a run over whose driver had a lease of nothing, by the clock of the store (seconds)."""
+    deadline = time.monotonic() + 20
+    while await asyncio.to_thread(main, ["compact", url]):
+        assert time.monotonic() < deadline
+
+
+async def test_a_claim_is_all_that_a_driver_leaves(
+    proxy: Proxy,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The store refuses what comes after the claim; the next driver knows the epoch of it."""
+    claimed: list[str] = []
+
+    def fail(method: str, path: str) -> str | None:
+        refused = "403" if claimed and method == "PUT" else None
+        claimed.extend([path] if path.endswith(".log/0000000001.json") else [])
+        return refused
+
+    proxy.failure = fail
+    with pytest.raises(UserError, match="cannot be written"):
+        await asyncio.to_thread(fill, url, 0.0)
+    proxy.failure = lambda method, path: None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    await compact_after_lease(url)
+    assert await asyncio.to_thread(main, ["check", url]) == 0, capsys.readouterr().err
+
+
+async def test_a_start_after_a_kill_while_it_fetched_need_not_wait(proxy: Proxy, url: str) -> None:
+    mirror = await asyncio.to_thread(fill, url)
+    mirror.close()  # killed: its last sign of life is new
+    shutil.rmtree(mirror.path)
+    proxy.failure = lambda method, path: "403" if method == "GET" and ".state" in path else None
+    with pytest.raises(UserError, match="cannot be used"):
+        await asyncio.to_thread(open_mirror, url, 30.0)
+    proxy.failure = lambda method, path: None
+    (await asyncio.to_thread(open_mirror, url, 30.0)).close()
+
+
+async def test_rows_that_were_published_but_not_uploaded_are_kept(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = await asyncio.to_thread(fill, url, 0.0)
+    commit = first.path / "commits" / "1-0-0.json"
+    commit.write_text("{}")
+    first.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    await compact_after_lease(url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-a"))
+    second = await asyncio.to_thread(open_mirror, url, 30.0)
+    (note,) = second.notes
+    second.close()
+    assert (Path(note.rpartition(" ")[2]) / "commits" / "1-0-0.json").read_text() == "{}"
+
+
 async def test_store_without_conditional_put_is_refused(proxy: Proxy, url: str) -> None:
     proxy.failure = lambda method, path: "overwrite"
     with pytest.raises(UserError, match="ignores put-if-absent"):
         await asyncio.to_thread(open_mirror, url, 30.0)
 
 
-async def test_damage_in_the_store_is_reported(
+@pytest.mark.slow
+async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
     tmp_path: Path,
     server: FakeServer,
     proxy: Proxy,
@@ -295,20 +360,36 @@ async def test_damage_in_the_store_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    await kit.finish_run(*arguments(tmp_path, server, url))
+    await kit.finish_run(*arguments(tmp_path, server, url, "--concurrency", "1"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    rows = await rows_at(url)
+    assert await asyncio.to_thread(main, ["compact", url]) == 0
+    assert "Parquet files are now" in capsys.readouterr().out
+    assert await rows_at(url) == rows
+    (part,) = [key for key in await objects(proxy, url) if key.startswith("trajectories/")]
+
     signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
-    part = f"{proxy.target}/{url.removeprefix('s3://')}/trajectories/part-1-0-0.parquet"
+    place = f"{proxy.target}/{url.removeprefix('s3://')}/{part}"
     async with aiohttp.ClientSession(headers=signed) as session:
         for damage, line in ((b"x", "does not match its sha256"), (None, "is missing")):
             if damage is None:
-                await session.delete(part)
+                await session.delete(place)
             else:
-                await session.put(part, data=damage)
-            assert await asyncio.to_thread(main, ["check", url]) == 2
-            assert f"{url}/trajectories/part-1-0-0.parquet: {line}" in capsys.readouterr().err
+                await session.put(place, data=damage)
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"reader-{line[:2]}"))
+            assert await asyncio.to_thread(main, ["check", url]) == 2
+            assert f"{url}/{part}: {line}" in capsys.readouterr().err
             with pytest.raises(StoreError, match=line):
                 await asyncio.to_thread(load_run, url)
+    # The machine that has the rows puts them back; without it, their units run again.
+    for machine, units, code in (("machine-b", 4, 0), ("machine-c", 0, 2)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        assert await asyncio.to_thread(main, ["check", url, "--repair"]) == code
+        assert f"{units} units done" in capsys.readouterr().out
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
+        assert len(await rows_at(url)) == units
+        async with aiohttp.ClientSession(headers=signed) as session:
+            await session.delete(place)
 
 
 async def test_urls_that_cannot_be_used_are_refused_in_one_line(
@@ -320,7 +401,7 @@ async def test_urls_that_cannot_be_used_are_refused_in_one_line(
         ("show", "gs://bucket/run"): "pip install gcsfs",
         ("show", "what://x/run"): "what://x/run",
         ("compact", url): "is not a run",
-        ("check", url, "--repair"): "is for local run directories",
+        ("check", url, "--repair"): "is not a run",
     }
     for command, line in refused.items():
         assert await asyncio.to_thread(main, list(command)) == 2

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hermes_rl.store import COMPACTION_POINTS, CRASH_VARIABLE
@@ -80,5 +80,6 @@ def fill(folder: Path, chance: random.Random) -> Path | None:
         return None
     ballast = folder / "ballast"
     free = status.f_bavail * status.f_frsize
-    ballast.write_bytes(b"x" * max(0, free - chance.choice([0, 4096, 60_000, 300_000])))
+    with suppress(OSError):  # the run writes too
+        ballast.write_bytes(b"x" * max(0, free - chance.choice([0, 4096, 60_000, 300_000])))
     return ballast

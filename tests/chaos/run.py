@@ -283,7 +283,7 @@ async def _fill(run: kit.RunProcess, folder: Path, chance: random.Random) -> Non
     with suppress(TimeoutError):
         async with asyncio.timeout(chance.choice([1, 5, 15])):
             await run.process.wait()
-    ballast.unlink()
+    ballast.unlink(missing_ok=True)
 
 
 async def _inject(fault_kind: str, run: kit.RunProcess, out: Path, stop_s: float = STOP_S) -> None:
