@@ -418,6 +418,7 @@ def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair:
     if kept:
         lost = [n for n, s in remote.files.items() if _is_lost(work, n, s)]
         remote.fetch(work, lost, verify=not repair)
+        shutil.rmtree(root / "fetching", ignore_errors=True)
     else:
         for name in (n for n in damaged or () if not _never_changes(n)):
             (fetched / name).unlink(missing_ok=True)  # a repair cannot use it

@@ -3,127 +3,47 @@
 import asyncio
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import kit
 import pytest
-from aiohttp import web
+from s3 import KEYS, SIGNED, Proxy, s3_proxy, s3_server
 
 from hermes_rl.cli import main
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.store import append_attempts, load_run, open_mirror
 from hermes_rl.testing import FakeServer
 
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_MAX_ATTEMPTS": "3",
-}
 QUICK = ("--workers", "0", "--set", "run.publish_every_s=0.05")
 ROWS = [kit.make_task(number, turns=1) for number in range(4)]
-
-Failure = Callable[[str, str], str | None]
-"""Method and path of a request -> a status such as `503`, `lost` (carried out, but the answer does
-not arrive), `down` (not carried out), `overwrite` (without its condition) or None."""
 
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    """The address of an S3 server."""
-    command = [sys.executable, "-m", "moto.server", "-p", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr
-    address = next(m[1] for line in server.stderr if (m := re.search(r"on (http://\S+)", line)))
-    drain = threading.Thread(target=server.stderr.read, daemon=True)
-    drain.start()
-    yield address
-    server.terminate()
-    server.wait()
-
-
-class Proxy:
-    """Passes requests to the S3 server, except for those that `failure` names."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.failure: Failure = lambda method, path: None
-        self.failed = 0
-        self.address = ""
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        fails = self.failure(request.method, request.path)
-        self.failed += fails is not None
-        if fails and fails.isdigit():
-            return web.Response(status=int(fails))
-        headers = {k: v for k, v in request.headers.items() if k not in ("Host", "Expect")}
-        if fails == "overwrite":
-            headers.pop("If-None-Match", None)
-        if fails != "down":
-            body = await request.read()
-            async with (
-                aiohttp.ClientSession(auto_decompress=False) as session,
-                session.request(
-                    request.method, self.target + request.raw_path, headers=headers, data=body
-                ) as answer,
-            ):
-                content = await answer.read()
-        if fails in ("down", "lost"):
-            assert request.transport
-            request.transport.close()
-            return web.Response()
-        passed = {k: v for k, v in answer.headers.items() if k != "Transfer-Encoding"}
-        return web.Response(status=answer.status, headers=passed, body=content)
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture
-async def proxy(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Proxy]:
-    """The way to the S3 server, in a thread of its own, since readers block this one."""
-    proxy, loop = Proxy(moto), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start() -> web.AppRunner:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_route("*", "/{path:.*}", proxy.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
-
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result()
-    proxy.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": proxy.address}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-a"))
-    yield proxy
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+def proxy(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
+    """The way to the S3 server."""
+    with s3_proxy(moto) as proxy:
+        for name, value in {**KEYS, "AWS_ENDPOINT_URL": proxy.address}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-a"))
+        yield proxy
 
 
 @pytest.fixture
 async def url(proxy: Proxy) -> str:
     """A new run in a new bucket."""
-    bucket = f"b-{uuid.uuid4().hex}"
-    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.put(f"{proxy.target}/{bucket}", headers=signed) as answer,
-    ):
-        assert answer.status == 200
-    return f"s3://{bucket}/runs/one"
+    return f"s3://{await proxy.make_bucket()}/runs/one"
 
 
 def on_machine(tmp_path: Path, name: str) -> dict[str, str]:
@@ -135,18 +55,6 @@ def arguments(
     folder: Path, server: FakeServer, url: str, *more: str, rows: Sequence[Any] = ROWS
 ) -> list[str]:
     return [*kit.run_arguments(folder, rows, server, *QUICK, *more), "--out", url]
-
-
-async def objects(proxy: Proxy, url: str) -> list[str]:
-    """The keys below the URL."""
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{proxy.target}/{bucket}?prefix={prefix}/", headers=signed) as answer,
-    ):
-        keys = re.findall("<Key>(.*?)</Key>", await answer.text())
-    return [key.removeprefix(f"{prefix}/") for key in keys]
 
 
 async def rows_at(url: str) -> dict[str, dict[str, Any]]:
@@ -175,7 +83,7 @@ async def test_another_machine_resumes_and_reads_a_run(
     export = ["export", url, "--to", "trl", "--out", str(target)]
     assert await asyncio.to_thread(main, export) == 0
     assert await asyncio.to_thread(main, ["show", url]) == 0
-    keys = await objects(proxy, url)
+    keys = await proxy.objects(url)
     assert {"run.yaml", "stats.json", "trajectories/part-1-0-0.parquet"} <= set(keys)
     assert not [key for key in keys if "beat" in key or "probe" in key]
 
@@ -271,7 +179,7 @@ async def test_outage_at_the_end_is_reported_and_completed_by_the_next_start(
     again = await asyncio.to_thread(open_mirror, url, 30.0)
     await asyncio.to_thread(again.claim, again.first_epoch)
     again.close()
-    assert "stats.json" in await objects(proxy, url)
+    assert "stats.json" in await proxy.objects(url)
 
 
 async def test_only_one_of_two_drivers_that_start_together_gets_the_run(
@@ -366,11 +274,10 @@ async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
     assert await asyncio.to_thread(main, ["compact", url]) == 0
     assert "Parquet files are now" in capsys.readouterr().out
     assert await rows_at(url) == rows
-    (part,) = [key for key in await objects(proxy, url) if key.startswith("trajectories/")]
+    (part,) = [key for key in await proxy.objects(url) if key.startswith("trajectories/")]
 
-    signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20200101/us-east-1/s3/x"}
     place = f"{proxy.target}/{url.removeprefix('s3://')}/{part}"
-    async with aiohttp.ClientSession(headers=signed) as session:
+    async with aiohttp.ClientSession(headers=SIGNED) as session:
         for damage, line in ((b"x", "does not match its sha256"), (None, "is missing")):
             if damage is None:
                 await session.delete(place)
@@ -388,7 +295,7 @@ async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
         assert f"{units} units done" in capsys.readouterr().out
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
         assert len(await rows_at(url)) == units
-        async with aiohttp.ClientSession(headers=signed) as session:
+        async with aiohttp.ClientSession(headers=SIGNED) as session:
             await session.delete(place)
 
 

@@ -6,10 +6,13 @@ import asyncio
 import ctypes
 import os
 import random
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import kit
 
 from hermes_rl.store import COMPACTION_POINTS, CRASH_VARIABLE
 
@@ -57,6 +60,22 @@ async def damage(out: Path, chance: random.Random) -> str:
     code, text = await command("check", str(out), "--repair")
     assert code in (0, 2), text
     return f"{how} {path.relative_to(out)}"
+
+
+async def suspend(pids: Iterable[int], seconds: float) -> None:
+    """Suspend processes for longer than the lease, as Ctrl-Z or a preempted machine does."""
+    with suppress(ProcessLookupError):
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def interrupt(run: kit.RunProcess) -> None:
+    """Ctrl-C, unless the run has ended."""
+    if run.process.returncode is None:
+        run.process.send_signal(signal.SIGINT)
 
 
 @contextmanager

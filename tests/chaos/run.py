@@ -1,14 +1,15 @@
 """Kill runs at random moments, resume them until they are complete, and check their usage records.
 
-    python tests/chaos/run.py --n 200 --seed 1 [--ray 0.25] [--keep FOLDER]
+    python tests/chaos/run.py --n 200 --seed 1 [--ray 0.25] [--remote 0.2] [--keep FOLDER]
 
 Each round draws one to three faults from its own seed: kill -9 of the driver, of a worker or of
 both, a crash point of the commit protocol, Ctrl-C once or twice, killed sandboxes, driver or
 workers suspended for longer than the lease (SIGSTOP; `--stop 60` for up to so many seconds), a disk
 that stalls for a while, followed by Ctrl-C twice, a disk that is full for a while (as root), or a
 clock that jumps by up to a day. Between two starts, runs are merged, also interrupted, and files
-are damaged or deleted and repaired. Prints one line per round and a report. Exits with 1 when a
-round broke a promise, and keeps its folder.
+are damaged or deleted and repaired. A share of the rounds (`--remote`) runs at an s3:// URL; see
+`object_store`. Prints one line per round and a report. Exits with 1 when a round broke a promise,
+and keeps its folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import faults
 import kit
+import object_store
+import s3
 from conftest import ray_cluster
 
 from hermes_rl.sandboxes import default_state_dir, memory_folder
@@ -73,11 +75,14 @@ class Round:
     starts: int = 0
     seconds: float = 0.0
     fault: str | None = None
+    remote: bool = False
+    """Whether the run is at a URL."""
     killed: Counter[str] = field(default_factory=Counter)
     """Start of a unit id -> how many of its sandboxes were killed."""
 
     def line(self) -> str:
         how = f"{self.workers} workers, {self.sandbox}, {self.error_rate:.0%} faults"
+        how = "s3" if self.remote else how
         outcome = f"FAILED: {self.fault}" if self.fault else "ok"
         faults = ", ".join(self.faults)
         return (
@@ -89,8 +94,12 @@ class Round:
 class Chaos:
     """Runs one round after another."""
 
-    def __init__(self, folder: Path, cluster: dict[str, str], stop_s: float = STOP_S) -> None:
+    def __init__(
+        self, folder: Path, cluster: dict[str, str], stop_s: float = STOP_S, s3: str | None = None
+    ) -> None:
         self.folder = folder
+        self.s3 = s3
+        """The address of an S3 server, for rounds at URLs."""
         self.stop_s = stop_s
         self.cluster = cluster
         self.undisturbed: dict[str, dict[str, Any]] = {}
@@ -103,14 +112,19 @@ class Chaos:
         folder.mkdir()
         begun = time.monotonic()
         try:
+            if this.remote:
+                async with asyncio.timeout(900):
+                    await self._run_remote(this, chance, folder)
+                return
             with faults.small_disk(folder) if chance.random() < 0.5 else nullcontext():
                 async with asyncio.timeout(300 + 5 * self.stop_s):
                     await self._run(this, chance, folder)
         except (AssertionError, TimeoutError, KeyError, OSError) as error:
             this.fault = f"{type(error).__name__}: {str(error)[:2000]}"
-        else:
-            shutil.rmtree(folder)
-        this.seconds = time.monotonic() - begun
+        finally:
+            if this.fault is None:
+                shutil.rmtree(folder)
+            this.seconds = time.monotonic() - begun
 
     async def _run(self, this: Round, chance: random.Random, folder: Path) -> None:
         rows, out = kit.make_rows(DISTINCT, latency_s=LATENCY_S), folder / "run"
@@ -134,6 +148,39 @@ class Chaos:
             self._check(out, server, receipts, this.error_rate)
         rows_found = without_killed(this, kit.comparable_rows(out))
         check_equal(rows_found, undisturbed, this.error_rate)
+        await kit.check_no_processes(marks, out)
+        await check_machine()
+
+    async def _run_remote(self, this: Round, chance: random.Random, folder: Path) -> None:
+        rows, undisturbed = (
+            kit.make_rows(DISTINCT, latency_s=LATENCY_S),
+            await self._undisturbed("none"),
+        )
+        marks, receipts = [], dict[str, int]()
+        assert self.s3
+        with s3.s3_proxy(self.s3) as proxy:
+            url = f"s3://{await proxy.make_bucket()}/runs/one"
+            store = object_store.Store(proxy, url, folder, chance)
+            async with FakeServer() as server:
+                arguments = [*self._arguments(this, folder, rows, server), "--out", url]
+                with store.reachable():
+                    for _ in range(chance.randint(1, 3)):
+                        run, what = await store.start(arguments, server, REQUESTS // 2, STOP_S)
+                        this.faults.append(what)
+                        assert "Traceback" not in run.errors, run.errors[-2000:]
+                        marks.append(run.mark)
+                        receipts.update(run.receipts())
+                    for run in await store.complete(arguments):
+                        marks.append(run.mark)
+                        receipts.update(run.receipts())
+                    this.starts = len(marks)
+                    out = await store.read()
+                    if not store.moved:
+                        kit.check_usage(out, server.entries)
+                        kit.check_no_unit_ran_again(out, receipts)
+        final = kit.final_rows(out)
+        assert len(final) == kit.count_units(DISTINCT), f"{len(final)} units"
+        check_equal(kit.comparable_rows(out), undisturbed, this.error_rate)
         await kit.check_no_processes(marks, out)
         await check_machine()
 
@@ -289,18 +336,17 @@ async def _fill(run: kit.RunProcess, folder: Path, chance: random.Random) -> Non
 async def _inject(fault_kind: str, run: kit.RunProcess, out: Path, stop_s: float = STOP_S) -> None:
     workers = [pid for pid in kit.worker_pids(out) if pid != run.pid]
     if fault_kind in ("stop", "stop worker"):
-        await _stop([run.pid] if fault_kind == "stop" else workers[:1], stop_s)
+        await faults.suspend([run.pid] if fault_kind == "stop" else workers[:1], stop_s)
     if fault_kind in ("worker", "both"):
         for pid in workers[: 1 if fault_kind == "worker" else None]:
             kit.kill(pid)
     if fault_kind in ("driver", "both"):
         kit.kill(run.pid)
     if fault_kind in ("interrupt", "twice", "stall"):
-        run.process.send_signal(signal.SIGINT)
+        faults.interrupt(run)
     if fault_kind in ("twice", "stall"):
         await asyncio.sleep(0.05)
-        if run.process.returncode is None:
-            run.process.send_signal(signal.SIGINT)
+        faults.interrupt(run)
 
 
 def _kill_sandboxes(out: Path) -> list[str]:
@@ -314,19 +360,11 @@ def _kill_sandboxes(out: Path) -> list[str]:
     return units
 
 
-async def _stop(pids: list[int], seconds: float) -> None:
-    """Suspend processes for longer than the lease, as Ctrl-Z or a preempted machine does."""
-    with suppress(ProcessLookupError):
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(seconds)
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-
-def draw(number: int, seed: int, ray: float) -> Round:
+def draw(number: int, seed: int, ray: float, remote: float = 0.0) -> Round:
     """The round of this number."""
     chance = random.Random(f"{seed}-{number}")
+    if random.Random(f"remote-{seed}-{number}").random() < remote:
+        return Round(number, chance.randrange(2**31), 0, "none", 0.0, remote=True)
     return Round(
         number=number,
         seed=chance.randrange(2**31),
@@ -360,6 +398,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--ray", type=float, default=0.25, help="share of rounds with Ray workers")
+    parser.add_argument("--remote", type=float, default=0.2, help="share of rounds at s3:// URLs")
     parser.add_argument("--stop", type=float, default=STOP_S, help="longest SIGSTOP, seconds")
     parser.add_argument("--keep", type=Path, help="folder for what failed")
     options = parser.parse_args()
@@ -372,9 +411,13 @@ def main() -> int:
         path.chmod(0o711)
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
-    rounds = [draw(options.first + n, options.seed, options.ray) for n in range(options.n)]
-    with ray_cluster() if any(r.workers for r in rounds) else nullcontext({}) as address:
-        asyncio.run(run_all(Chaos(folder, address, options.stop), rounds))
+    shares = (options.seed, options.ray, options.remote)
+    rounds = [draw(options.first + n, *shares) for n in range(options.n)]
+    with (
+        ray_cluster() if any(r.workers for r in rounds) else nullcontext({}) as address,
+        s3.s3_server() if any(r.remote for r in rounds) else nullcontext() as server,
+    ):
+        asyncio.run(run_all(Chaos(folder, address, options.stop, server), rounds))
     totals = report(rounds)
     print(json.dumps(totals, indent=2))
     if totals["failed"]:
