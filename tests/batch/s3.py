@@ -146,11 +146,18 @@ def s3_proxy(target: str) -> Iterator[Proxy]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
+    async def stop() -> None:
+        await runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
     runner = asyncio.run_coroutine_threadsafe(start(), loop).result()
     proxy.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield proxy
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        asyncio.run_coroutine_threadsafe(stop(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

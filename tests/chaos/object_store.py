@@ -18,7 +18,11 @@ from s3 import KEYS, Proxy
 from hermes_rl.store import COMPACTION_POINTS, CRASH_POINTS, CRASH_VARIABLE, load_run
 from hermes_rl.testing import FakeServer
 
-FAULTS = ("driver", "driver", "crash", "crash", "interrupt", "twice", "stop", "merge", "repair")
+FAULTS = (
+    *("driver", "driver", "early", "early", "late", "crash", "crash", "interrupt", "twice"),
+    *("stop", "merge", "merge", "repair"),
+)
+"""`early` and `late` kill the driver some seconds after its start, and after its first request."""
 ANY = ("503", "503", "lost", "down", "cut")
 ON_PUT = (*ANY, "late", "late", "twice", "twice")
 READ_TIMEOUT_S = 3
@@ -90,7 +94,10 @@ class Store:
             self.use_machine("machine-b")
             self.moved, what = True, f"{what} on machine-b"
         run = await kit.start_run(*arguments, env=env)
-        at = server.requests + self.chance.randint(1, requests)
+        at = server.requests + self.chance.randint(1, 1 if kind == "late" else requests)
+        if kind == "early":
+            await asyncio.sleep(self.chance.uniform(0, 4))
+            kit.kill(run.pid)
         while server.requests < at and run.process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         if self.chance.random() < 0.3:
@@ -105,7 +112,9 @@ class Store:
         return run, what
 
     async def _inject(self, kind: str, run: kit.RunProcess, stop_s: float) -> None:
-        if kind in ("driver", "merge", "repair"):
+        if kind == "late":
+            await asyncio.sleep(self.chance.uniform(0, 8))
+        if kind in ("driver", "late", "merge", "repair"):
             kit.kill(run.pid)
         elif kind == "stop":
             await faults.suspend([run.pid], stop_s)
