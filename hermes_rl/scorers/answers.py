@@ -110,9 +110,7 @@ _NUMBER = r"[-+\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 _NUMBERS = re.compile(rf"(?<![\w.])({_NUMBER})(?:[ \t]*/[ \t]*({_NUMBER}))?")
 _MIXED = re.compile(r"([-+\u2212]?)[ \t]*(\d{1,9})[ \t]+(\d{1,9})/(\d{1,9})(?![\d.,])")
 _GROUPED = re.compile(r"\D*\d{1,3}(?:,\d{2,3})*,\d{3}(?![\d,]).*")
-_LATEX_FRACTION = re.compile(
-    r"(?:([-+\u2212])[ \t]*+)?\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"
-)
+_LATEX_FRACTION = re.compile(r"(?:([-+\u2212])[ \t]*+)?\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _POWER_OF_TEN = re.compile(
     r"(?<=\d)[ \t]*+(?:\\times|\\cdot|[*\u00d7\u00b7])[ \t]*10\^\{?([-+\u2212]?\d{1,4})(?!\d)\}?"
 )
