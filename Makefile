@@ -72,13 +72,15 @@ coverage: dev-venv ## measure branch coverage of the fast tests and the processe
 
 test-consumers: dev-venv prove-venv ## test with other projects' trainers, evaluations, MCP servers and a LiteLLM proxy, in separate environments
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt --editable $(TORCH)
-	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols litellm evals mcp torch))
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols verifiers litellm evals mcp torch))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
 	@$(call consume,$(CONSUMERS)-axolotl,tests/consumers/with_axolotl)
 	@PIP_IGNORE_REQUIRES_PYTHON=1 bash scripts/venv.sh $(CONSUMERS)-protocols locks/consumers-protocols.txt
 	@$(call consume,$(CONSUMERS)-protocols,tests/consumers/with_protocols)
+	@bash scripts/venv.sh $(CONSUMERS)-verifiers locks/consumers-verifiers.txt
+	@$(call consume,$(CONSUMERS)-verifiers,tests/consumers/with_verifiers)
 	@bash scripts/venv.sh $(CONSUMERS)-litellm locks/consumers-litellm.txt
 	@$(call consume,$(CONSUMERS)-litellm,tests/consumers/with_litellm)
 	@bash scripts/venv.sh $(CONSUMERS)-evals locks/consumers-evals.txt

@@ -110,6 +110,12 @@ class Episode:
     async def start(self, sandbox: Sandbox | None) -> None:
         """After the task's setup, before the first call. Raises: HermesError."""
 
+    async def run(
+        self, parts: AgentParts, prompt: Sequence[Message], control: Control
+    ) -> AgentResult:
+        """Run the agent. Raises: Interrupted and other HermesErrors."""
+        return await run_agent(parts, prompt, control)
+
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """What the user says to an answer; None ends the rollout. Raises: HermesError."""
         return None
@@ -559,7 +565,7 @@ class _Attempt:
         if self.context.checkpoints is not None:
             parts = replace(parts, after_turn=partial(self._after_turn, sandbox))
         if checkpoint is None:
-            return await run_agent(parts, prompt, self.control)
+            return await self.episode.run(parts, prompt, self.control)
         self._kept = checkpoint.progress.turn
         parts = replace(parts, resumed=checkpoint.progress)
         return await run_agent(parts, checkpoint.messages, self.control)

@@ -14,6 +14,7 @@ from hermes_rl.config_endpoint import Positive, Section
 from hermes_rl.errors import UserError
 from hermes_rl.messages import Message
 from hermes_rl.rl.context import RolloutContext
+from hermes_rl.rl.policy_calls import PolicyCalls
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.tasks import Task, parse_row
@@ -107,6 +108,16 @@ class Environment(ABC, Generic[C]):
 
         `ctx.sandbox` has the task's files, and its setup has run.
         """
+
+    async def play(self, task: Task, policy: PolicyCalls, ctx: RolloutContext) -> None:
+        """Run the episode in place of the agent: `policy.complete` calls the model.
+
+        For environments with a loop of their own. Tools, `reply`, checkpoints and the limits of
+        the agent's time do not apply; `max_turns` and `max_tokens` do.
+
+        Raises: LimitReached of `policy.complete`, after which `compute_reward` is called.
+        """
+        raise NotImplementedError
 
     async def reply(
         self, task: Task, trajectory: Rollout, ctx: RolloutContext

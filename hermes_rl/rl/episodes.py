@@ -9,11 +9,11 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hermes_rl.agent import AgentResult, Caller
+from hermes_rl.agent import AgentParts, AgentResult, Caller, Control
 from hermes_rl.config_endpoint import EnvSection, ModelPlace
 from hermes_rl.definitions import sampling_of, sent_seed
 from hermes_rl.errors import (
@@ -34,6 +34,7 @@ from hermes_rl.rl.context import Grading, RolloutContext
 from hermes_rl.rl.cpu import Pool, RanTooLong
 from hermes_rl.rl.environment import Environment
 from hermes_rl.rl.loading import AnyEnvironment, Opened, open_environment, tools_of
+from hermes_rl.rl.policy_calls import LimitReached, PolicyCalls
 from hermes_rl.rl.rewards import Rewards, check_rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.rollout import Episode, Stage
@@ -172,6 +173,18 @@ class EnvEpisode(Episode):
             await call_method(self._env, self._env.start, TaskFault, self._task, self.ctx)
         finally:
             self.ctx._sandbox = None
+
+    async def run(
+        self, parts: AgentParts, prompt: Sequence[Message], control: Control
+    ) -> AgentResult:
+        """Run the agent, or call the environment's `play`."""
+        env = self._env
+        if type(env).play is Environment.play:
+            return await super().run(parts, prompt, control)
+        policy = PolicyCalls(parts)
+        with control.scope(), suppress(LimitReached):
+            await call_method(env, env.play, TaskFault, self._task, policy, self.ctx)
+        return policy.result()
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:
         """Call the environment's `reply`."""

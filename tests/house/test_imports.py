@@ -75,6 +75,10 @@ def test_environments_is_a_namespace_package() -> None:
     assert not (ROOT / "environments" / "__init__.py").exists()
 
 
+OTHER_PYTHONS = {"verifiers"}
+"""What `rl/verifiers_worker.py` imports in the Python of its user, which has no hermes_rl."""
+
+
 def third_party_imports() -> dict[str, str]:
     """Top-level name -> one file that imports it, over the three import roots."""
     found: dict[str, str] = {}
@@ -84,7 +88,7 @@ def third_party_imports() -> dict[str, str]:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 for name, _ in imported_names(node, package):
                     found.setdefault(name.split(".")[0], relative(path))
-    ours = {*PRODUCT, *sys.stdlib_module_names}
+    ours = {*PRODUCT, *sys.stdlib_module_names, *OTHER_PYTHONS}
     return {name: place for name, place in found.items() if name not in ours}
 
 

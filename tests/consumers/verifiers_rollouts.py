@@ -1,0 +1,48 @@
+"""Roll out an environment of verifiers with the project's own Python; prints the rows as JSON.
+
+Arguments: its configuration as JSON, and the number of tasks. The model is a fake server, which
+plays the scripts in the prompts. With `cancel_after`, the rollouts are cancelled after so many
+seconds.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from hermes_rl.rl import arun_trial
+from hermes_rl.testing import FakeConfig, FakeServer
+
+FIELDS = ("reward", "cause", "error", "end_reason", "turns", "metrics", "final_response")
+
+
+async def main(config: dict[str, Any], tasks: int) -> None:
+    limit = config.pop("cancel_after", None)
+    async with FakeServer(FakeConfig()) as server:
+        endpoint = {"base_url": server.base_url, "tokens": "off"}
+        name, sections = "hermes_rl.rl.verifiers_env:Verifiers", {"endpoint": endpoint}
+        trial = arun_trial(name, "echo", tasks=tasks, config=config, sections=sections)
+        try:
+            async with asyncio.timeout(limit):
+                rows = await trial
+        except TimeoutError:
+            print(json.dumps({"cancelled": True}))
+            return
+        found = [
+            {
+                **{name: getattr(row, name) for name in FIELDS},
+                "rewards": [[part.name, part.score, part.weight] for part in row.rewards],
+                "messages": [json.loads(message) for message in row.messages],
+                "turn_of": [info.turn for info in row.message_info],
+                "contexts": [[context.start, context.kept] for context in row.contexts],
+                "usage": row.usage.total_tokens,
+                "served": len(row.calls),
+                "tools": json.loads(row.tools),
+            }
+            for row in rows
+        ]
+        print(json.dumps({"rows": found, "requests": len(server.entries)}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1]), int(sys.argv[2])))
