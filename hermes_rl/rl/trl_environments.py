@@ -19,6 +19,7 @@ import asyncio
 import inspect
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -109,9 +110,19 @@ class TrlEnvironments:
 
     def __call__(self) -> _TrlEnvironment:
         """Make an environment object: TRL makes one for each rollout of a batch."""
-        member, rollout = (len(self._rollouts) - 1) % self._group_size, self._new_rollout()
-        made: _TrlEnvironment = self._class(self, rollout, member)
+        number, rollout = len(self._rollouts) - 1, self._new_rollout()
+        made: _TrlEnvironment = self._class(self, rollout, number)
         return made
+
+    def member(self, number: int) -> int:
+        """The index in its group of a rollout: TRL's launcher numbers the processes in `RANK`, and
+        TRL gives each the next rollouts of a batch, as many as it has environments.
+
+        Args:
+            number: of its environment in this process.
+        """
+        rank, made = int(os.environ.get("RANK", "0")), len(self._rollouts) - 1
+        return (rank * made + number) % self._group_size
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """Return the dataset of the first tasks: `prompt` without the question, and `index`.
@@ -163,8 +174,8 @@ class TrlEnvironments:
 class _TrlEnvironment:
     """One rollout after the other. Subclasses have the tools: each public method is one for TRL."""
 
-    def __init__(self, owner: TrlEnvironments, rollout: GuestRollout, member: int) -> None:
-        self._owner, self._rollout, self._member = owner, rollout, member
+    def __init__(self, owner: TrlEnvironments, rollout: GuestRollout, number: int) -> None:
+        self._owner, self._rollout, self._number = owner, rollout, number
         self._step = Step()
 
     def reset(self, *, index: int | None = None, **_: Any) -> str:
@@ -173,7 +184,8 @@ class _TrlEnvironment:
             raise UserError(
                 "the dataset has no column `index`. Make it with `environments.rows(n)`"
             )
-        self._step = self._owner.run(self._rollout.reset(index, self._member))
+        member = self._owner.member(self._number)
+        self._step = self._owner.run(self._rollout.reset(index, member))
         if self._step.end is not None:
             return ""
         *before, last = self._step.messages

@@ -134,8 +134,12 @@ def _read_tasks(command: list[str]) -> Iterator[dict[str, Any]]:
 
 def _checked(line: bytes) -> dict[str, Any]:
     """Read a line of the process. Raises: UserError for its failure."""
-    form: dict[str, Any] = json.loads(line or b'{"failed": "its process was lost"}')
-    if why := form.get("failed"):
+    try:
+        form: dict[str, Any] = json.loads(line)
+        why = form.get("failed")
+    except ValueError:
+        why = f"its Python wrote {line[:200]!r}" if line else "its process was lost"
+    if why is not None:
         raise UserError(f"verifiers: {why}")
     return form
 
@@ -236,11 +240,12 @@ class _Worker:
 
     async def _send(self, **form: Any) -> None:
         """Raises: SandboxDied."""
-        assert self._process is not None
-        assert self._process.stdin
+        pipe = self._process.stdin if self._process is not None else None
         try:
-            self._process.stdin.write(json.dumps(form).encode() + b"\n")
-            await self._process.stdin.drain()
+            if pipe is None:
+                raise BrokenPipeError("its process ends")
+            pipe.write(json.dumps(form).encode() + b"\n")
+            await pipe.drain()
         except OSError as error:
             raise SandboxDied(f"verifiers: {error}") from None
 

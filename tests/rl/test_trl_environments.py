@@ -81,6 +81,18 @@ def test_failed_cut_and_numbered_rollouts_have_the_right_rewards(lab: Lab) -> No
             environments.rows(4)
 
 
+@pytest.mark.parametrize(("rank", "rewards"), [("0", [0.0, 0.25]), ("1", [0.5, 0.75])])
+def test_processes_that_share_a_group_have_different_members(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, rank: str, rewards: list[float]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with TrlEnvironments(str(lab.write(PLAIN).path), group_size=4) as environments:
+        made = [environments() for _ in range(2)]
+        for env in made:
+            env.reset(index=0)
+        assert environments.rewards([answer("member")] * 2, made) == rewards
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -176,6 +176,7 @@ async def test_after_a_kill_only_rollouts_in_flight_are_paid_again(lab: Lab) -> 
         ({"id": "vf_made", "args": {"kind": 1}}, "unexpected keyword argument 'kind'"),
         ({"id": "vf_made", "args": {"kinds": ["set"]}}, "set is not JSON serializable"),
         ({"id": "vf_made:no_such"}, "vf_made has no function 'no_such'"),
+        ({"id": "vf_made", "python": "/bin/echo"}, "its Python wrote b'-c"),
         ({"id": "vf_no_such"}, "No module named 'verifiers.v1'"),
     ],
 )
