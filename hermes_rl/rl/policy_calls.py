@@ -32,7 +32,7 @@ class _Path:
 class PolicyCalls:
     """Calls the policy for the code of an environment, and records what it reads and answers.
 
-    Calls may run side by side. A request that extends an earlier conversation goes on from the
+    Calls may run side by side. A request that extends an earlier conversation continues from the
     answer as it was sampled; any other one begins a new context of the row.
     """
 

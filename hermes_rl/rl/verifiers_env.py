@@ -44,7 +44,7 @@ _START = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__'
 _START_S = 300.0
 _STOP_S = 10.0
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_OURS = (
+_HANDLED = (
     *_SAMPLING, "model", "messages", "tools", "stop", "max_tokens", "max_completion_tokens",
     "reasoning_effort", "n", "stream", "stream_options", "logprobs", "top_logprobs",
 )  # fmt: skip
@@ -307,7 +307,7 @@ async def _complete(policy: PolicyCalls, body: dict[str, Any]) -> Completion:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         reasoning=body.get("reasoning_effort"),
     )
-    extra = {k: v for k, v in body.items() if k not in _OURS and v is not None}
+    extra = {k: v for k, v in body.items() if k not in _HANDLED and v is not None}
     tools = body.get("tools") or ()
     return await policy.complete(body["messages"], tools, sampling=sampling, extra=extra)
 

@@ -41,7 +41,7 @@ class LoadedEnvironment:
             yield row, row["prompt"]
 
     def serving(self) -> Any:
-        """Hold what all episodes share."""
+        """Open what all episodes share."""
         return contextlib.AsyncExitStack()
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class TasksetEnvironment:
             yield task.data.model_dump(mode="json"), task.data.prompt_text
 
     def serving(self) -> Any:
-        """Hold what all episodes share."""
+        """Open what all episodes share."""
         return self._env.serving()
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Config(EnvConfig):
 def user(text):
     return {"role": "user", "content": text}
 
-def said(completion):
+def assistant(completion):
     return {"role": "assistant", "content": completion.message.content}
 """
 BODY = """
@@ -37,10 +37,10 @@ FORKS = """
 async def play(self, task, policy, ctx):
     prompt = [user("What is it?")]
     answers = ctx.state["answers"] = await asyncio.gather(*(policy.complete(prompt) for _ in "abc"))
-    talk = [*prompt, said(await policy.complete(prompt)), user("And?")]
+    talk = [*prompt, assistant(await policy.complete(prompt)), user("And?")]
     answers.append(await policy.complete(talk))
     await policy.complete([*talk, {"role": "assistant", "content": "Edited."}, user("Sure?")])
-    await policy.complete([*talk, said(answers[-1]), user("Sure?")])
+    await policy.complete([*talk, assistant(answers[-1]), user("Sure?")])
     ctx.state["answers"] = [a.message.content for a in answers]
 """
 
@@ -69,7 +69,7 @@ async def test_side_by_side_and_edited_conversations_are_contexts_of_the_row(lab
     edited = [*first, "And?", "Edited.", "Sure?", "answer 2"]
     talk = [*first, "And?", "answer 1"]
     assert seen[:4] == [first] * 4
-    # The fourth answer is another sample of the same text: the conversation goes on from the first.
+    # The fourth answer is the same text again: the conversation continues from the first one.
     assert [edited, [*talk, "Sure?", "answer 2"]] == seen[-2:]
     sampled = [i["turn"] for i in info if i["role"] == "assistant" and not i["synthetic"]]
     assert sorted(sampled) == [1, 2, 3, 4, 5, 6, 7]
