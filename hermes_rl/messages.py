@@ -31,6 +31,10 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 """The form of Mistral's ids, which takes no other."""
 
 
+TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+"""Names of tools that every provider accepts."""
+
+
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a tool, as the model wrote it."""
 

@@ -267,7 +267,10 @@ def _named_once(columns: Iterable[str], path: Path) -> None:
         seen.add(name)
 
 
-_CSV_JSON = {"files", "verify", "score", "requires", "toolsets", "limits", "repeats", "env_vars"}
+_CSV_JSON = {
+    *("files", "verify", "score", "requires", "toolsets", "answer_tools", "limits", "repeats"),
+    "env_vars",
+}
 
 
 def _csv_value(column: str, text: str) -> Any:

@@ -27,6 +27,7 @@ import msgspec
 from hermes_rl.errors import TaskFault
 from hermes_rl.identity import canonical, canonical_float, digest, encoded_digest
 from hermes_rl.messages import (
+    TOOL_NAME,
     Message,
     UserMessage,
     check_prompt,
@@ -40,8 +41,8 @@ _LISTS = ("requires", "toolsets")
 _SCRIPTS = ("setup", "oracle")
 
 FIELDS = frozenset(
-    ("id", "prompt", "files", "verify", "score", "limits", "repeats", "env_vars", *_TEXTS, *_LISTS)
-)
+    ("id", "prompt", "files", "verify", "score", "limits", "repeats", "env_vars", "answer_tools")
+).union(_TEXTS, _LISTS)
 """The columns of a task row with a defined meaning; all others are in `metadata`."""
 
 RawRow = Mapping[str, Any] | bytes | str
@@ -50,6 +51,7 @@ RawRow = Mapping[str, Any] | bytes | str
 Columns = Mapping[str, str]
 """Column names of hermes_rl -> those of the dataset."""
 
+_TOOL_KEYS = ("name", "description", "parameters")
 _VERIFY_KEYS = ("script", "files", "timeout_s", "image", "score", "mounts")
 _WHOLE_LIMITS = ("max_turns", "max_tokens")
 LEAST_MEMORY, LEAST_STORAGE = 32 << 20, 1 << 20
@@ -95,6 +97,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Never shown to the agent."""
     requires: tuple[str, ...] = ()
     toolsets: tuple[str, ...] | None = None
+    answer_tools: tuple[dict[str, Any], ...] = ()
+    """Tools with which the model answers: `name`, `description` and `parameters` of each."""
     distribution: str | None = None
     limits: dict[str, float] = {}
     repeats: int | None = None
@@ -209,6 +213,7 @@ def _task(row: Mapping[str, Any], task_id: str) -> Task:
     metadata = {
         k: canonical(v) for k, v in row.items() if k not in FIELDS or (k == "score" and rated)
     }
+    alone = ("none",) if row.get("answer_tools") and "distribution" not in row else None
     return Task(
         id=task_id,
         prompt=_prompt(row),
@@ -222,7 +227,8 @@ def _task(row: Mapping[str, Any], task_id: str) -> Task:
         score=parse_scores(row["score"]) if "score" in row and not rated else (),
         oracle=row.get("oracle"),
         requires=tuple(row.get("requires", ())),
-        toolsets=tuple(row["toolsets"]) if "toolsets" in row else None,
+        toolsets=tuple(row["toolsets"]) if "toolsets" in row else alone,
+        answer_tools=_answer_tools(row.get("answer_tools", ())),
         distribution=row.get("distribution"),
         limits=_limits(row.get("limits", {})),
         repeats=canonical(row["repeats"]) if "repeats" in row else None,
@@ -363,6 +369,26 @@ def _env_vars(value: Any) -> dict[str, str]:
         if not isinstance(text, str) or "\0" in text:
             raise TaskFault(f"'env_vars.{name}' must be text without NUL bytes")
     return variables
+
+
+def _answer_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(form, Mapping) for form in value):
+        raise TaskFault(f"'answer_tools' must be a list of objects with {', '.join(_TOOL_KEYS)}")
+    names: set[str] = set()
+    for number, form in enumerate(value):
+        where, name = f"'answer_tools.{number}", form.get("name")
+        if unknown := [key for key in form if key not in _TOOL_KEYS]:
+            raise TaskFault(f"{where}' has the unknown key {unknown[0]!r} (known: {_TOOL_KEYS})")
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+            raise TaskFault(f"{where}.name' must match {TOOL_NAME.pattern}, not {name!r}")
+        if name in names:
+            raise TaskFault(f"{where}.name': {name!r} is the name of another one")
+        if not isinstance(form.get("description", ""), str):
+            raise TaskFault(f"{where}.description' must be text")
+        if not isinstance(form.get("parameters"), Mapping):
+            raise TaskFault(f"{where}.parameters' must be a JSON schema of the arguments")
+        names.add(name)
+    return tuple({str(k): v for k, v in form.items()} for form in value)
 
 
 def _limits(value: Any) -> dict[str, float]:

@@ -93,6 +93,7 @@ from hermes_rl.tools import (
     OpenParts,
     Services,
     Tool,
+    answer_tool,
     mcp_tools,
     read_offers,
     with_timeout,
@@ -193,9 +194,14 @@ class RunContext:
         missing = catalogue.missing(toolsets, here)
         found = {n: tool for n, tool in catalogue.resolve(toolsets).items() if n not in missing}
         tools = with_timeout(with_wording(found, policy.wording), policy.command_timeout_s)
-        if twice := sorted(tools.keys() & more.keys()):
-            raise UserError(f"tool {twice[0]!r} is in a toolset and the environment's: rename it")
-        tools = {**tools, **more}
+        forms = item.task.answer_tools if item.task else ()
+        for place, added in (
+            ("the environment's", more),
+            ("in 'answer_tools'", {form["name"]: answer_tool(form) for form in forms}),
+        ):
+            if twice := sorted(tools.keys() & added.keys()):
+                raise UserError(f"tool {twice[0]!r} is in a toolset and {place}: rename it")
+            tools = {**tools, **added}
         name = draw_model(self.config, item.seed)
         of_task = item.task.system if item.task else None
         extra = extra_body_of(self.config, name) if self.models else {}

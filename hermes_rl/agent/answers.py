@@ -177,7 +177,8 @@ def _judge(run: RunState, completion: Completion) -> Verdict:
     if reason == REFUSAL:
         return Take(message)
     if message.tool_calls:
-        return judge_calls(run, completion)
+        answers = run.answered_by(message.tool_calls)
+        return Take(message) if answers else judge_calls(run, completion)
     if not message.content.strip():
         return judge_empty(run, message)
     return Take(message)

@@ -276,7 +276,7 @@ class Children:
         tools = {
             name: tool
             for name, tool in parent.tools.items()
-            if name not in blocked and tool.toolset not in BLOCKED_TOOLSETS
+            if name not in blocked and tool.toolset not in BLOCKED_TOOLSETS and not tool.answers
         }
         shared = policy.children_share_turns
         most = policy.child_turns

@@ -22,7 +22,7 @@ from hermes_rl.agent.prompt import HINTS, WORDINGS, Messages, budget_hint
 from hermes_rl.agent.run_hooks import RunHooks
 from hermes_rl.errors import Interrupted
 from hermes_rl.events import AnswerDiscarded, MessageAdded, Purpose
-from hermes_rl.messages import AssistantMessage, Message, call_ids, with_new_ids
+from hermes_rl.messages import AssistantMessage, Message, ToolCall, call_ids, with_new_ids
 from hermes_rl.models import (
     CacheTime,
     Completion,
@@ -623,6 +623,13 @@ class RunState:
             raise Finish("invalid_tool_calls")
         if self.looping:
             raise Finish("tool_loop")
+
+    def answered_by(self, calls: Sequence[ToolCall]) -> bool:
+        """Whether these calls are the answer: one is of a tool for that, or of no other tool."""
+        tools = self.parts.tools
+        return any(tool.answers for tool in tools.values()) and any(
+            call.name not in tools or tools[call.name].answers for call in calls
+        )
 
     def time_left(self, most: float) -> float:
         """Seconds of active time that are left, at most `most`."""

@@ -137,6 +137,8 @@ async def step(run: RunState) -> None:
     message = completion.message
     if completion.finish_reason == REFUSAL:
         raise Finish("refused")
+    if run.answered_by(message.tool_calls):
+        raise Finish("answered")
     if message.tool_calls:
         await run_calls(run, message.tool_calls)
     elif texts := run.control.take_steers():

@@ -231,6 +231,7 @@ def _row(task: Task) -> dict[str, Any]:
         "setup": task.setup,
         "requires": list(task.requires) or None,
         "toolsets": None if task.toolsets is None else list(task.toolsets),
+        "answer_tools": list(task.answer_tools) or None,
         "distribution": task.distribution,
         "limits": task.limits or None,
         "repeats": task.repeats,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Tool,
         ToolContext,
         ToolResult,
+        answer_tool,
         read_arguments,
         tool,
     )

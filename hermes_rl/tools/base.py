@@ -204,6 +204,8 @@ class Tool:
     """The argument that is a shell command: it is checked against `tools.approval`."""
     refunds_turn: bool = False
     """A turn whose calls are all of such tools does not count against the limit of turns."""
+    answers: bool = False
+    """Its calls are the agent's answer: the turn that makes one is the last, and none is run."""
     calls_tools: bool = False
     """It gets `ToolContext.call_tool`."""
     untrusted: bool = False
@@ -290,6 +292,27 @@ def tool(
         )
 
     return make
+
+
+def answer_tool(form: Mapping[str, Any]) -> Tool:
+    """Make a tool with which a model answers.
+
+    Args:
+        form: `name`, `description` and `parameters`, a JSON schema.
+    """
+
+    async def refuse(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
+        raise ToolError("this tool can only be called by the final answer")
+
+    return Tool(
+        name=form["name"],
+        description=form.get("description", ""),
+        parameters=form["parameters"],
+        handler=refuse,
+        toolset="answer",
+        needs_sandbox=False,
+        answers=True,
+    )
 
 
 Schema = Mapping[str, Any]

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any, get_type_hints
 
 from hermes_rl.errors import ToolError, UserError
+from hermes_rl.messages import TOOL_NAME
 from hermes_rl.tools.base import Tool, ToolContext, ToolResult
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-"""Names of tools that every provider accepts."""
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
@@ -33,7 +32,7 @@ def function_tool(function: Callable[..., Any] | Tool) -> Tool:
     if isinstance(function, Tool):
         return function
     name = getattr(function, "__name__", type(function).__name__)
-    if not callable(function) or not _NAME.fullmatch(name):
+    if not callable(function) or not TOOL_NAME.fullmatch(name):
         raise UserError(f"tools: {name!r} cannot be a tool. Give a named function or a Tool")
     description, documented = _docstring(inspect.getdoc(function) or "")
     arguments, context = _arguments(function, name, documented)

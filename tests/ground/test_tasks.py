@@ -22,6 +22,7 @@ from hermes_rl.errors import UserError
 from hermes_rl.sources import dataset_name, read_tasks
 from hermes_rl.tasks import parse_row
 
+TOOL = {"name": "f", "parameters": {"type": "object"}}
 ROWS: list[dict[str, Any]] = [
     {"prompt": "one", "id": "a", "verify": "true", "level": 1},
     {"prompt": "two", "files": {"x.txt": "hello"}, "requires": ["git"]},
@@ -123,6 +124,13 @@ def test_bad_rows_are_reported_with_their_place(tmp_path: Path) -> None:
         ({"verify": {"script": "x", "mounts": {"tests": "a"}}}, "'verify.mounts'"),
         ({"verify": {"script": "x", "mounts": {1: "a"}}}, "'verify.mounts'"),
         ({"requires": "git"}, "'requires' must be a list"),
+        ({"answer_tools": {"name": "f"}}, "'answer_tools' must be a list of objects with name, d"),
+        ({"answer_tools": ["f"]}, "'answer_tools' must be a list of objects with name, descr"),
+        ({"answer_tools": [{"name": "f", "x": 1}]}, "'answer_tools.0' has the unknown key 'x'"),
+        ({"answer_tools": [{"name": "a.b"}]}, "'answer_tools.0.name' must match"),
+        ({"answer_tools": [{"name": "f"}]}, "'answer_tools.0.parameters' must be a JSON schema"),
+        ({"answer_tools": [TOOL, TOOL]}, "'answer_tools.1.name': 'f' is the name of another one"),
+        ({"answer_tools": [{**TOOL, "description": 1}]}, "'answer_tools.0.description' must be t"),
         ({"repeats": 0}, "'repeats'"),
         ({"limits": {"turns": 3}}, "unknown key 'turns'"),
         ({"setup": 4}, "'setup' must be text"),

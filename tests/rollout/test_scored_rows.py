@@ -142,3 +142,61 @@ async def test_a_function_of_the_run_scores(stage: Open, tmp_path: Path) -> None
     )
     row = {"prompt": script("four"), "score": {"type": "python", "function": "short"}}
     assert (await opened.attempt(row)).reward == 1.0
+
+
+BOOK = {"name": "book", "description": "Book.", "parameters": {"type": "object"}}
+
+
+def calling(*calls: tuple[str, Any], text: str = "") -> dict[str, Any]:
+    return {"text": text, "calls": [{"name": name, "arguments": with_} for name, with_ in calls]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "made"),
+    [
+        (
+            [calling(("book", {"n": 1}), ("book", {"n": 2}))],
+            [("book", {"n": 1}), ("book", {"n": 2})],
+        ),
+        ([calling(("sell", {"n": 1}), text="So:")], [("sell", {"n": 1})]),
+        ([calling(("book", "{n"))], [("book", {"_unparsed": "{n"})]),
+        (["book(n=1)"], []),
+    ],
+    ids=["several", "unknown", "unreadable", "text"],
+)
+async def test_calls_of_answer_tools_are_judged_and_not_run(
+    stage: Open, tmp_path: Path, steps: list[Any], made: list[Any]
+) -> None:
+    """The first calls are the answer: there is no second turn, whatever they are."""
+    (tmp_path / "mine.py").write_text(
+        "import json\ndef calls(answer, row):\n"
+        "    return 1, json.dumps(row['messages'][-1].get('tool_calls', []))\n"
+    )
+    opened = await stage(scoring={"functions": {"calls": f"{tmp_path}/mine.py:calls"}})
+    row = {
+        "prompt": script(*steps, "A second turn."),
+        "answer_tools": [BOOK],
+        "score": {"type": "python", "function": "calls"},
+    }
+    attempt = await opened.attempt(row)
+    assert (attempt.end_reason, attempt.turns, attempt.sandbox) == ("answered", 1, None)
+    found = [call["function"] for call in json.loads(attempt.rewards[0].detail or "")]
+    assert [(call["name"], call["arguments"]) for call in found] == made
+    assert [tool["function"]["name"] for tool in json.loads(attempt.tools)] == ["book"]
+
+
+async def test_other_tools_run_until_an_answer_tool_is_called(stage: Open) -> None:
+    opened = await stage()
+    row = {
+        "prompt": script({"run": "echo 7"}, calling(("terminal", {"command": "x"}), ("book", {}))),
+        "answer_tools": [BOOK],
+        "toolsets": ["terminal"],
+    }
+    made = await opened.attempt(row)
+    assert (made.end_reason, made.turns, made.error) == ("answered", 2, None)
+    assert [json.loads(message)["role"] for message in made.messages[-3:]] == [
+        *("assistant", "tool", "assistant"),
+    ]
+    twice = await opened.attempt({**row, "answer_tools": [{**BOOK, "name": "terminal"}]})
+    assert twice.cause == "task"
+    assert "'terminal' is in a toolset and in 'answer_tools': rename it" in (twice.error or "")
