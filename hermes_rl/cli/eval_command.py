@@ -116,27 +116,25 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     from hermes_rl.sources import mapped_rows
 
     target, limit = values["target"], values["limit"]
-    for option in ("limit", "width"):
-        if values[option] is not None and not values[option] > 0:
-            raise UserError(f"--{option} must be above 0")
+    _check_values(values)
     columns = run.parse_column_map(values["columns"])
     if _is_environment(target):
         return _environment(values, data)
     if "env" in data:
         raise UserError(f"--split, --env-seed and --user are for environments; {target} is none")
-    name = file_name(Path(target).stem)
+    name = file_name(Path(target).stem) + ("-tools" if values["calls"] == "tools" else "")
     root = Path(values["out"] or f"runs/eval-{name}")
     evaluation = _Evaluation(name, root, 0)
     folder = Path(target) if _holds_tasks(Path(target)) else None
     if target in BENCHMARKS:
-        rows, folder = _benchmark(evaluation, target, values["data"], data)
+        rows, folder = _benchmark(evaluation, values, data)
     elif folder is None:
         rows = list(mapped_rows(target, columns=columns))
     if folder is not None:
         return _of_folder(evaluation, folder, values, data)
     if values["rescore"]:
         evaluation.prefix = f"{Path(values['rescore']).resolve().name}-rescored."
-        rows = list(_with_stored_answers(rows, Path(values["rescore"])))
+        rows = _with_stored_answers(rows, Path(values["rescore"]))
         data.setdefault("agent", {})["toolsets"] = ["none"]
     chosen = list(islice(shuffled(rows), limit))
     if not chosen:
@@ -149,13 +147,24 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     return evaluation
 
 
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raises: UserError for an option that has a wrong value, or is for other targets."""
+    from hermes_rl.evals import BENCHMARKS
+
+    for option in ("limit", "width"):
+        if values[option] is not None and not values[option] > 0:
+            raise UserError(f"--{option} must be above 0")
+    if values["calls"] is not None and values["target"] not in BENCHMARKS:
+        raise UserError(f"--calls is for bfcl and bfcl-live; {values['target']} is neither")
+
+
 def _benchmark(
-    evaluation: _Evaluation, name: str, path: Path | None, data: dict[str, Any]
+    evaluation: _Evaluation, values: Mapping[str, Any], data: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Path | None]:
     """The rows of a benchmark, or its folder of tasks."""
     from hermes_rl.evals import load_benchmark
 
-    loaded = load_benchmark(name, path)
+    loaded = load_benchmark(values["target"], values["data"], values["calls"])
     evaluation.about = {"version": loaded.version, "published": loaded.benchmark.published}
     evaluation.figures = loaded.benchmark.figures
     if loaded.folder is None:
@@ -242,7 +251,7 @@ def _write_tasks(path: Path, lines: list[str]) -> None:
     new.replace(path)  # a half-written file would look like other tasks
 
 
-def _with_stored_answers(rows: list[dict[str, Any]], path: Path) -> Iterator[dict[str, Any]]:
+def _with_stored_answers(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """The rows whose answers a run holds, each answer as the oracle: it is judged again, without a
     call of the model. Raises: UserError."""
     from hermes_rl.store import load_run
@@ -255,10 +264,18 @@ def _with_stored_answers(rows: list[dict[str, Any]], path: Path) -> Iterator[dic
         raise UserError(
             f"row {verified!r} has 'verify', which judges a workspace. Use env regrade for it"
         )
-    frame = load_run(path).frame("trajectories", ["task_id", "final_response"])
-    for task, answer in zip(frame["task_id"], frame["final_response"], strict=True):
+    calling = any("answer_tools" in row for row in rows)
+    made, columns = [], ["task_id", "final_response", *(["messages"] if calling else [])]
+    for task, answer, *messages in load_run(path).frame("trajectories", columns)[columns].values:
         if task in by_id:
-            yield {**by_id[task], "oracle": json.dumps([answer or ""]), "repeats": None}
+            whole = messages[0] if by_id[task].get("answer_tools") else []
+            last = whole[-1] if len(whole) else {}
+            calls = [dict(call["function"]) for call in last.get("tool_calls") or ()]
+            step = {"text": answer or "", "calls": calls}
+            made.append({**by_id[task], "oracle": json.dumps([step]), "repeats": None})
+    if not made:
+        raise UserError(f"{path} has no answers to these rows (by 'id'). Is --calls the same?")
+    return made
 
 
 def _sizes(tasks: int) -> list[int]:

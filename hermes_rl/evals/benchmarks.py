@@ -9,7 +9,8 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class Benchmark:
     """The packages that score, with versions. Raises: UserError when one is absent."""
     figures: Callable[[Any], dict[str, float]] | None = None
     """Other published figures, of a frame of graded trajectories with their metrics."""
+    as_tools: Benchmark | None = None
+    """The same questions, whose functions the model calls as tools instead of in its text."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,24 @@ class Loaded:
     """The task folders, instead of rows."""
 
 
-def load_benchmark(name: str, data: Path | None = None) -> Loaded:
+def load_benchmark(name: str, data: Path | None = None, calls: str | None = None) -> Loaded:
     """Load a benchmark.
 
     Args:
         name: a key of `BENCHMARKS`.
         data: local data: a file with the published rows (JSONL, gzipped or not, Parquet, CSV); for
             bfcl the data folder of its package; for task folders their checkout.
+        calls: how functions are called, where there are any: in `text` (the default) or as `tools`.
 
     Raises: UserError when the data cannot be had or has other columns, or a package is absent.
     """
     benchmark = BENCHMARKS[name]
+    if calls is not None and (benchmark.as_tools is None or calls not in ("text", "tools")):
+        both = " and ".join(known for known, one in BENCHMARKS.items() if one.as_tools)
+        raise UserError(f"--calls is text or tools, and for {both} only")
+    form = f", calls as {calls or 'text'}" if benchmark.as_tools else ""
+    if calls == "tools" and benchmark.as_tools:
+        benchmark = benchmark.as_tools
     scored_by = benchmark.check()
     source, where = benchmark.source, data.name if data else ""
     if isinstance(source, Tasks) and data is not None:
@@ -80,7 +90,7 @@ def load_benchmark(name: str, data: Path | None = None) -> Loaded:
             raise UserError(
                 f"{where}: row {len(tasks) + 1} is not one of {name} ({why}; found: {found})"
             ) from None
-    version = f"{where} sha256:{digest.hexdigest()[:16]}"
+    version = f"{where} sha256:{digest.hexdigest()[:16]}{form}"
     return Loaded(benchmark, f"{version}, {scored_by}" if scored_by else version, tasks)
 
 
@@ -115,12 +125,24 @@ def _ifeval_check() -> str:
     return f"scored by if-verifiable {scorer}"
 
 
-def _bfcl_check() -> str:
+_BFCL_EVAL = "bfcl-eval==2026.3.23"
+_PARSERS = ("tree-sitter==0.21.3", "tree-sitter-java==0.21.0", "tree-sitter-javascript==0.21.4")
+"""Of Java and JavaScript, in the versions that bfcl-eval requires."""
+
+
+def _bfcl_check(*, parsers: bool = False) -> str:
     scorer = installed_version("bfcl-eval")
+    needed = (_BFCL_EVAL, *(_PARSERS if parsers else ()))
     if not scorer:
         raise UserError(
             "bfcl has its data, prompts and scorer in the package bfcl-eval, whose requirements "
-            "exclude ours. Run: pip install --no-deps bfcl-eval==2026.3.23"
+            f"exclude ours. Run: pip install --no-deps {' '.join(needed)}"
+        )
+    pins = (pin.split("==") for pin in needed[1:])
+    if any(installed_version(name) != version for name, version in pins):
+        raise UserError(
+            "bfcl reads Java and JavaScript with other packages. Run: pip install --no-deps "
+            f"{' '.join(_PARSERS)}; or use --calls tools, which reads none"
         )
     return f"scored by bfcl-eval {scorer}"
 
@@ -215,7 +237,53 @@ def _ifeval_figures(frame: Any) -> dict[str, float]:
 
 _LLAMA = "Llama 3.1 8B Instruct: {} (its model card, {})"
 
-_BFCL = "GPT-4.1 mini (Prompt): {} (leaderboard of 2025-12-16)"
+_BFCL = "GPT-4.1 mini ({}): {} (leaderboard of 2026-04-12)"
+
+_EXPERT = Benchmark(
+    "bfcl",
+    bfcl.package(bfcl.EXPERT),
+    _BFCL.format(
+        "Prompt",
+        "simple 74.9 %, multiple 92.5 %, parallel 87.5 %, parallel_multiple 83.5 %, irrelevance "
+        "73.9 % (mean with live_irrelevance)",
+    ),
+    bfcl.to_task,
+    tasks=1390,
+    check=partial(_bfcl_check, parsers=True),
+    figures=bfcl.shares,
+)
+_LIVE = Benchmark(
+    "bfcl-live",
+    bfcl.package(bfcl.LIVE),
+    _BFCL.format(
+        "Prompt",
+        "live_simple 80.6 %, live_multiple 73.3 %, live_parallel 81.3 %, live_parallel_multiple "
+        "70.8 %, live_relevance 87.5 %, live_irrelevance 73.9 % (mean with irrelevance)",
+    ),
+    bfcl.to_task,
+    tasks=2251,
+    check=_bfcl_check,
+    figures=bfcl.shares,
+)
+_EXPERT_TOOLS = replace(
+    _EXPERT,
+    published=_BFCL.format(
+        "FC",
+        "simple 73.3 %, multiple 89.0 %, parallel 91.0 %, parallel_multiple 82.0 %, irrelevance "
+        "81.7 % (mean with live_irrelevance)",
+    ),
+    to_task=bfcl.to_tool_task,
+    check=_bfcl_check,
+)
+_LIVE_TOOLS = replace(
+    _LIVE,
+    published=_BFCL.format(
+        "FC",
+        "live_simple 67.1 %, live_multiple 69.8 %, live_parallel 43.8 %, live_parallel_multiple "
+        "62.5 %, live_relevance 81.3 %, live_irrelevance 81.7 % (mean with irrelevance)",
+    ),
+    to_task=bfcl.to_tool_task,
+)
 
 BENCHMARKS = {
     made.name: made
@@ -275,27 +343,8 @@ BENCHMARKS = {
             check=_ifeval_check,
             figures=_ifeval_figures,
         ),
-        Benchmark(
-            "bfcl",
-            bfcl.package(bfcl.EXPERT),
-            _BFCL.format("multiple 92.5 %, parallel 87.5 %, parallel_multiple 83.5 %"),
-            bfcl.to_task,
-            tasks=1240,
-            check=_bfcl_check,
-            figures=bfcl.shares,
-        ),
-        Benchmark(
-            "bfcl-live",
-            bfcl.package(bfcl.LIVE),
-            _BFCL.format(
-                "live_simple 80.6 %, live_multiple 73.3 %, live_parallel 81.3 %, "
-                "live_parallel_multiple 70.8 %, live_irrelevance 73.9 %, live_relevance 87.5 %"
-            ),
-            bfcl.to_task,
-            tasks=2251,
-            check=_bfcl_check,
-            figures=bfcl.shares,
-        ),
+        replace(_EXPERT, as_tools=_EXPERT_TOOLS),
+        replace(_LIVE, as_tools=_LIVE_TOOLS),
         Benchmark(
             "terminal-bench-2",
             Tasks(

@@ -1,10 +1,12 @@
-"""The Berkeley Function Calling Leaderboard: its categories of one turn in Python, as task rows.
+"""The Berkeley Function Calling Leaderboard: its categories of one turn, as task rows.
 
-Prompts are made from the templates of the package bfcl-eval, which also has the data.
+The model calls functions in text (the leaderboard's `Prompt`) or as tools (its `FC`). Prompts and
+schemas are those of the package bfcl-eval, which also has the data, in its version 2026.3.23.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,15 @@ from typing import Any
 from hermes_rl.errors import UserError
 from hermes_rl.evals.published import Package, Row
 
-EXPERT = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+EXPERT = (
+    "simple_python",
+    "simple_java",
+    "simple_javascript",
+    "multiple",
+    "parallel",
+    "parallel_multiple",
+    "irrelevance",
+)
 LIVE = (
     "live_simple",
     "live_multiple",
@@ -25,7 +35,8 @@ LIVE = (
     "live_relevance",
 )
 _VERSION = "BFCL_v4"
-_HINT = " Note that the provided function is in Python 3 syntax."
+_LANGUAGES = {"simple_java": ("Java", "Java 8 SDK"), "simple_javascript": ("JavaScript",) * 2}
+"""Category -> language, and the name of its syntax; others are in Python."""
 
 
 def package(categories: tuple[str, ...]) -> Package:
@@ -51,28 +62,111 @@ def _lines(path: Path) -> Iterator[Row]:
             if line.strip():
                 yield json.loads(line)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}). --data takes its folder") from None
+        why = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{path}: cannot be read ({why}). --data takes the folder 'data' of bfcl-eval"
+        ) from None
 
 
 def to_task(row: Mapping[str, Any]) -> Row:
     """A question as a task that is answered with calls as text (the leaderboard's `Prompt`)."""
-    functions = [{**one, "description": one["description"] + _HINT} for one in row["function"]]
+    functions = [_documented(one, row["category"]) for one in row["function"]]
     system, messages = _system(functions), [dict(one) for one in row["question"][0]]
     if messages[0]["role"] == "system":
         system += "\n\n" + messages.pop(0)["content"]
+    write = json.dumps if row["category"] in _LANGUAGES else repr
+    calls = [
+        f"{name}({', '.join(f'{key}={write(value)}' for key, value in arguments.items())})"
+        for name, arguments in _right_calls(row)
+    ]
+    answer = f"[{', '.join(calls)}]" if calls else _NO_CALL
+    return {**_task(row, "text", answer), "system": system, "prompt": messages}
+
+
+def to_tool_task(row: Mapping[str, Any]) -> Row:
+    """A question as a task that is answered with calls of tools (the leaderboard's `FC`)."""
+    types = importlib.import_module("bfcl_eval.constants.type_mappings").GORILLA_TO_OPENAPI
+    tools = [_documented(one, row["category"]) for one in row["function"]]
+    for tool in tools:
+        tool["name"] = _tool_name(tool["name"])
+        tool["parameters"]["type"] = "object"
+        _retype(tool["parameters"]["properties"], types)
+    calls = [
+        {"name": _tool_name(name), "arguments": arguments} for name, arguments in _right_calls(row)
+    ]
+    answer = {"calls": calls} if calls else _NO_CALL
+    return {
+        **_task(row, "tools", answer),
+        "id": f"{row['id']}.tools",  # no answer of one form is scored as one of the other
+        "prompt": row["question"][0],
+        "answer_tools": [
+            {key: tool[key] for key in ("name", "description", "parameters")} for tool in tools
+        ],
+    }
+
+
+def _task(row: Mapping[str, Any], calls: str, answer: Any) -> Row:
+    """What the tasks of both forms have in common."""
     options = {
+        "calls": calls,
         "category": row["category"],
-        "functions": functions,
+        "functions": row["function"],
         "ground_truth": row["ground_truth"],
     }
     return {
         "id": row["id"],
-        "system": system,
-        "prompt": messages,
         "score": {"type": "python", "name": "bfcl", "function": "bfcl", "options": options},
-        "oracle": json.dumps([_oracle(row)]),
+        "oracle": json.dumps([answer]),
         "category": row["category"],
     }
+
+
+def _tool_name(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def _retype(properties: dict[str, Any], types: Mapping[str, str]) -> None:
+    """Give properties the types of JSON schemas, as deep as the leaderboard does."""
+    for schema in properties.values():
+        kind = schema.get("type", "string")
+        if kind == "float":
+            schema["format"] = "float"
+            schema["description"] += " This is a float type value."
+        schema["type"] = types.get(kind, "string")
+        if schema["type"] not in ("array", "object"):
+            continue
+        items = schema.get("items", {})
+        if "properties" in schema:
+            _retype(schema["properties"], types)
+        elif items:
+            items["type"] = types[items["type"]]
+            if items["type"] == "array" and "items" in items:
+                items["items"]["type"] = types[items["items"]["type"]]
+            elif items["type"] == "object":
+                _retype(items.get("properties", {}), types)
+
+
+def _documented(function: Mapping[str, Any], category: str) -> dict[str, Any]:
+    """A function as models are shown it. In Java and JavaScript all values are texts."""
+    shown: dict[str, Any] = copy.deepcopy(dict(function))
+    language, syntax = _LANGUAGES.get(category, ("", "Python 3"))
+    shown["description"] += f" Note that the provided function is in {syntax} syntax."
+    for schema in shown["parameters"]["properties"].values() if language else ():
+        kind = schema["type"]
+        if kind == "any":
+            text = f" This parameter can be of any type of {language} object"
+        else:
+            text = f" This is {language} {kind} type parameter"
+        text += " in string representation."
+        inner = "they are not in string representation."
+        if kind in ("Array", "ArrayList", "array"):
+            text += f" The list elements are of type {schema.pop('items')['type']}; {inner}"
+        if kind == "dict" and "properties" in schema:
+            entries = json.dumps(schema.pop("properties"))
+            text += f" The dictionary entries have the following schema; {inner} {entries}"
+        schema["description"] += text
+        schema["type"] = "string"
+    return shown
 
 
 def _system(functions: list[Any]) -> str:
@@ -96,17 +190,20 @@ def _system(functions: list[Any]) -> str:
     return made
 
 
-def _oracle(row: Mapping[str, Any]) -> str:
-    if "irrelevance" in row["category"]:
-        return "None of the functions can be used."
-    if "relevance" in row["category"]:
-        return f"[{row['function'][0]['name']}()]"
-    return f"[{', '.join(_call(one) for one in row['ground_truth'])}]"
+_NO_CALL = "None of the functions can be used."
 
 
-def _call(truth: Mapping[str, Mapping[str, Any]]) -> str:
-    name, parameters = next(iter(truth.items()))
-    return f"{name}({', '.join(f'{k}={v!r}' for k, v in _accepted([parameters]).items())})"
+def _right_calls(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of right calls. Values of Java that JSON writes differently are wrong."""
+    if row["category"] == "live_relevance":
+        return [(row["function"][0]["name"], {})]
+    calls = [(k, _accepted([v])) for truth in row["ground_truth"] for k, v in truth.items()]
+    if row["category"] not in _LANGUAGES:
+        return calls
+    return [
+        (name, {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()})
+        for name, arguments in calls
+    ]
 
 
 def _accepted(values: Any) -> Any:
@@ -123,10 +220,12 @@ def _accepted(values: Any) -> Any:
 
 
 def shares(frame: Any) -> dict[str, float]:
-    """The share of right answers in each category.
+    """The share of right answers in each category; `simple` is the mean of the three languages.
 
     Args:
         frame: graded trajectories, with `metadata` and `reward`.
     """
     categories = frame["metadata"].map(lambda values: values["category"])
-    return {str(k): float(v) for k, v in frame["reward"].groupby(categories).mean().items()}
+    found = {str(k): float(v) for k, v in frame["reward"].groupby(categories).mean().items()}
+    simple = [found[name] for name in ("simple_python", *_LANGUAGES) if name in found]
+    return {**found, "simple": sum(simple) / 3} if len(simple) == 3 else found

@@ -1,8 +1,8 @@
 """Berkeley Function Calling Leaderboard: are these the right calls? A function of `python`.
 
 The calls are compared by the checker of the package bfcl-eval, as on the leaderboard. Its reader of
-calls is not used: it evaluates parts of an answer as Python, outside every sandbox. Source: the
-leaderboard's versions 1 and 2, categories of one turn in Python.
+calls in Python is not used: it evaluates parts of an answer, outside every sandbox. Those of Java
+and JavaScript only parse. Source: the leaderboard's versions 1 and 2, categories of one turn.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from hermes_rl.messages import UNPARSED
 
 _MODELS = "bfcl_eval.constants.model_config"
 """Where the checker looks up one flag of a model. It imports the clients of all providers."""
 
-_MODEL = "any"
-"""The name under which the checker looks that flag up."""
+_READS = {"simple_java": ("java", "java"), "simple_javascript": ("javascript", "js")}
+"""Category -> language, and the short name that its parser has; others are in Python."""
 
 Calls = list[dict[str, dict[str, Any]]]
 
@@ -29,44 +32,73 @@ def calls(answer: str, row: Mapping[str, Any]) -> tuple[float, str]:
     """Judge the calls of an answer.
 
     Args:
-        row: `category` of the leaderboard, `functions` (their schemas) and `ground_truth`.
+        row: `category` of the leaderboard, `functions` (their schemas), `ground_truth`, and how the
+            model makes `calls`: in its `text`, or as `tools` in the last of the `messages`.
 
     Returns: 1 if the calls are right, else 0, and why. In the category irrelevance a right answer
         makes no call.
     """
-    category = row["category"]
-    made = read_calls(answer)
+    category, form = row["category"], row["calls"]
+    made = tool_calls(row["messages"]) if form == "tools" else read_calls(answer, category)
     if "irrelevance" in category:
         return float(not made), "it makes a call" if made else ""
     if not made:
         return 0.0, "no calls found"
     if "relevance" in category:
         return 1.0, ""
-    check = _checker()
+    check, languages = _checker()
+    language = languages[_READS.get(category, ("python",))[0].upper()]
     try:
-        found = check(row["functions"], made, row["ground_truth"], category)
+        found = check(row["functions"], made, row["ground_truth"], language, category, form)
     except Exception as error:  # a boundary: arguments of odd types, which the checker never meets
         return 0.0, f"{type(error).__name__}: {error}"
     return float(found["valid"]), "" if found["valid"] else str(found["error"])
 
 
 @functools.cache
-def _checker() -> Callable[..., dict[str, Any]]:
+def _checker() -> tuple[Callable[..., dict[str, Any]], Any]:
+    """The checker, and its languages."""
     models: Any = ModuleType(_MODELS)
-    models.MODEL_CONFIG_MAPPING = {_MODEL: SimpleNamespace(underscore_to_dot=False)}
+    # The names of tools have no dots. The checker looks that up by the name of a model.
+    models.MODEL_CONFIG_MAPPING = {
+        form: SimpleNamespace(underscore_to_dot=form == "tools") for form in ("text", "tools")
+    }
     sys.modules.setdefault(_MODELS, models)
     # Not a requirement of ours: what it requires excludes what we do.
-    language = importlib.import_module("bfcl_eval.constants.enums").Language.PYTHON
-    check = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker").ast_checker
-    return lambda functions, made, truth, category: check(
-        functions, made, truth, language, category, _MODEL
-    )
+    languages = importlib.import_module("bfcl_eval.constants.enums").Language
+    checker: Any = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
+    return checker.ast_checker, languages
 
 
-def read_calls(answer: str) -> Calls:
+def tool_calls(messages: Sequence[Mapping[str, Any]]) -> Calls:
+    """The calls of the last message; none if the arguments of one are not a JSON object."""
+    made = []
+    for call in messages[-1].get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        try:
+            if arguments.keys() == {UNPARSED}:
+                arguments = json.loads(arguments[UNPARSED])
+        except (ValueError, TypeError, RecursionError):
+            return []
+        if not isinstance(arguments, dict):
+            return []
+        made.append({function["name"]: arguments})
+    return made
+
+
+def read_calls(answer: str, category: str = "") -> Calls:
     """The calls of a text such as `[f(x=1), g.h(y="a")]`; none if it is anything else."""
     text = answer.strip("`\n ")
     text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
+    if category in _READS:
+        language, short = _READS[category]
+        parser = importlib.import_module(f"bfcl_eval.model_handler.parser.{short}_parser")
+        try:
+            found = getattr(parser, f"parse_{language}_function_call")(text[1:-1])
+        except Exception:  # as below
+            return []
+        return found if isinstance(found, list) else []
     try:
         tree: Any = ast.parse(text.strip().strip("'"), mode="eval").body
         nodes = [tree] if isinstance(tree, ast.Call) else tree.elts

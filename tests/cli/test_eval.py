@@ -173,6 +173,33 @@ def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path, base_url: st
     assert set(run.calls["model"]) == {"oracle"}
 
 
+def test_stored_calls_are_scored_again(tmp_path: Path) -> None:
+    """Calls of a conversation are stored with it, not in its final response."""
+    (tmp_path / "mine.py").write_text(
+        "def booked(answer, row):\n"
+        "    made = row['messages'][-1].get('tool_calls', [])\n"
+        "    return [c['function']['arguments'] for c in made] == [{'day': row['day']}]\n"
+    )
+    rows = [
+        {
+            "id": f"b{n}",
+            "prompt": f"Book day {n}.",
+            "answer_tools": [{"name": "book", "parameters": {"type": "object"}}],
+            "score": {"type": "python", "function": "booked", "options": {"day": n}},
+            "oracle": json.dumps([{"calls": [{"name": "book", "arguments": {"day": min(n, 2)}}]}]),
+        }
+        for n in (1, 2, 3)
+    ]
+    write_rows(tmp_path / "b.jsonl", *rows)
+    scored = ("--workers", "0", "--set", "scoring.functions.booked=mine.py:booked")
+    done = run_cli("eval", "b.jsonl", "--model", "oracle", *scored, cwd=tmp_path)
+    assert "oracle: solved 67%" in done.out, done.err
+    rows = [{**row, "oracle": None} for row in rows]
+    write_rows(tmp_path / "b.jsonl", *rows)
+    again = run_cli("eval", "b.jsonl", "--rescore", "runs/eval-b/oracle", *scored, cwd=tmp_path)
+    assert "oracle-rescored: solved 67%" in again.out, again.err
+
+
 def test_results_of_changed_tasks_are_in_no_score(tmp_path: Path) -> None:
     rows = [
         {"id": f"t{n}", "prompt": f"What is {n}?", "oracle": f"Answer: {n}"}
@@ -384,7 +411,13 @@ def test_mistakes_name_the_fix(tmp_path: Path) -> None:
         (("rows.jsonl",), "no model. Name one or more"),
         (("mbpp", "--data", "rows.jsonl", "--model", "noop"), "rows.jsonl: row 1 is not one of m"),
         (("rows.jsonl", "--rescore", "x"), "row 'a' has 'verify', which judges a workspace."),
-        (("bfcl", "--model", "noop"), "Run: pip install --no-deps bfcl-eval==2026.3.23"),
+        (("bfcl", "--model", "noop"), "--no-deps bfcl-eval==2026.3.23 tree-sitter==0.21.3"),
+        (
+            ("bfcl", "--calls", "x", "--model", "noop"),
+            "--calls is text or tools, and for bfcl and b",
+        ),
+        (("gsm8k", "--calls", "tools", "--model", "noop"), "and for bfcl and bfcl-live only"),
+        (("rows.jsonl", "--calls", "text", "--model", "noop"), "rows.jsonl is neither"),
         (("terminal_tasks_env", "--model", "noop"), "terminal_tasks_env"),
         (("gsm8k_python", "--model", "noop"), "has endless tasks. Set their number with --limit"),
         (("gsm8k_python", "--rescore", "x"), "--rescore is for datasets, and gsm8k_python is an e"),

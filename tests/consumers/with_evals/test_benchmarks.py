@@ -23,22 +23,40 @@ LOAD = """
 import json
 from hermes_rl.evals import load_benchmark
 for name in ("bfcl", "bfcl-live"):
-    for row in load_benchmark(name).rows:
+    for row in load_benchmark(name, None, "{form}").rows:
         print(json.dumps(row))
+"""
+JUDGE = """
+import json, sys
+from hermes_rl.messages import AssistantMessage, ToolCall, to_openai
+from hermes_rl.scorers import bfcl
+for row in json.load(sys.stdin):
+    for text, made in row.pop("answers"):
+        calls = tuple(ToolCall(id="c", name=name, arguments=given) for name, given in made)
+        message = AssistantMessage(content=text, tool_calls=calls)
+        messages = [to_openai(message, parsed_arguments=True)]
+        print(json.dumps(bfcl.calls(text, {"messages": messages, **row})))
+"""
+PLAY = """
+import sys
+from hermes_rl.cli import main
+plays = ("--model", "oracle", "--limit", "200", "--workers", "0", "--json", "--out", "{out}")
+sys.exit(main(["eval", "bfcl", "--calls", "{form}", *plays]))
 """
 Run = Any
 
 
 @pytest.fixture(scope="module")
 def in_producer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run a program in our environment, which finds bfcl-eval in this one and nothing else."""
+    """Run a program in our environment, which finds bfcl-eval and its parsers in this one."""
     folder = tmp_path_factory.mktemp("packages")
     spec = importlib.util.find_spec("bfcl_eval")
     assert spec is not None
     assert spec.submodule_search_locations
     packages = Path(spec.submodule_search_locations[0]).parent
-    for path in packages.glob("bfcl_eval*"):
-        (folder / path.name).symlink_to(path)
+    for name in ("bfcl_eval", "tree_sitter"):
+        for path in packages.glob(f"{name}*"):
+            (folder / path.name).symlink_to(path)
 
     def run(program: str, rows: list[dict[str, Any]] | None = None) -> list[Any]:
         done = subprocess.run(
@@ -167,28 +185,76 @@ def test_answers_follow_instructions_as_lm_eval_finds(in_producer: Run, nltk_dat
 
 @pytest.fixture(scope="module")
 def leaderboard() -> SimpleNamespace:
-    """The leaderboard's functions, without the clients of providers and the parsers of Java."""
-    stubs: dict[str, dict[str, Any]] = {
-        "constants.model_config": {
-            "MODEL_CONFIG_MAPPING": {"m": SimpleNamespace(underscore_to_dot=False)}
-        },
-        "model_handler.parser.java_parser": {"parse_java_function_call": None},
-        "model_handler.parser.js_parser": {"parse_javascript_function_call": None},
+    """The leaderboard's functions, without the clients of providers."""
+    models: Any = ModuleType("bfcl_eval.constants.model_config")
+    models.MODEL_CONFIG_MAPPING = {
+        "Prompt": SimpleNamespace(underscore_to_dot=False),
+        "FC": SimpleNamespace(underscore_to_dot=True),
     }
-    for name, content in stubs.items():
-        module = ModuleType(f"bfcl_eval.{name}")
-        vars(module).update(content)
-        sys.modules[module.__name__] = module
+    sys.modules[models.__name__] = models
     checker = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
+    enums = importlib.import_module("bfcl_eval.constants.enums")
     return SimpleNamespace(
         handling=importlib.import_module("bfcl_eval.model_handler.utils"),
         data=importlib.import_module("bfcl_eval.utils"),
+        types=importlib.import_module("bfcl_eval.constants.type_mappings").GORILLA_TO_OPENAPI,
         check=checker.ast_checker,
-        python=importlib.import_module("bfcl_eval.constants.enums").Language.PYTHON,
+        enums=enums,
     )
 
 
-def changed(answer: str) -> Iterator[str]:
+OTHER_LANGUAGES = {"simple_java": "JAVA", "simple_javascript": "JAVASCRIPT"}
+
+
+def written(value: Any, *, java: bool) -> str:
+    """A value in Java or JavaScript."""
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, list):
+        inner = ", ".join(written(one, java=java) for one in value)
+        return f"new Object[]{{{inner}}}" if java else f"[{inner}]"
+    if isinstance(value, dict):
+        pairs = {json.dumps(k): written(v[0], java=java) for k, v in value.items()}
+        if not java:
+            return "{" + ", ".join(f"{k}: {v}" for k, v in pairs.items()) + "}"
+        return f"new HashMap<>() {{{{ {' '.join(f'put({k}, {v});' for k, v in pairs.items())} }}}}"
+    return json.dumps(value)
+
+
+def right_calls(task: dict[str, Any]) -> list[list[tuple[str, dict[str, Any]]]]:
+    """Right calls in one or more forms; those in Java and JavaScript have texts as arguments."""
+    options = task["score"]["options"]
+    if options["category"] not in OTHER_LANGUAGES:
+        (step,) = json.loads(task["oracle"])
+        if isinstance(step, str):
+            return []
+        return [[(call["name"], call["arguments"]) for call in step["calls"]]]
+    ((name, accepted),) = options["ground_truth"][0].items()
+    values = {k: next((v for v in vs if v != ""), "") for k, vs in accepted.items()}
+    java = options["category"] == "simple_java"
+    texts = {k: v if isinstance(v, str) else written(v, java=java) for k, v in values.items()}
+    lists = {
+        k: v.replace("new Object[]{", "new ArrayList<>(Arrays.asList(") for k, v in texts.items()
+    }
+    lists = {k: v.replace("}", "))") if "asList" in v else v for k, v in lists.items()}
+    longs = {k: f"{v}L" if v.isdecimal() else v for k, v in texts.items()}
+    return [[(name.replace(".", "_"), one)] for one in (texts, lists, longs)]
+
+
+def right_texts(task: dict[str, Any]) -> list[str]:
+    """The right answer in text, in one or more forms."""
+    if task["category"] not in OTHER_LANGUAGES:
+        return [json.loads(task["oracle"])[0]]
+    name = task["score"]["options"]["functions"][0]["name"]
+    made = []
+    for ((_, arguments),) in right_calls(task):
+        plain = ", ".join(f"{k}={v}" for k, v in arguments.items())
+        quoted = ", ".join(f"{k}={json.dumps(v)}" for k, v in arguments.items())
+        made += [f"[{name}({plain})]", f"[{name}({quoted})]"]
+    return made
+
+
+def changed_texts(answer: str) -> Iterator[str]:
     """The right answer in other forms, and wrong ones."""
     yield answer
     yield answer[1:-1]
@@ -203,6 +269,8 @@ def changed(answer: str) -> Iterator[str]:
     yield answer.replace("=", "_more=", 1)
     yield answer.replace(")", ", another='x')", 1)
     yield answer.replace("=", "=[]+", 1)
+    yield answer.replace(")", ", unnamed, true)", 1)
+    yield answer.replace("(", "(a=1, a=2, ", 1)
     yield from (
         "",
         "[]",
@@ -214,51 +282,126 @@ def changed(answer: str) -> Iterator[str]:
     )
 
 
+Made = list[tuple[str, str]]
+
+
+def changed_calls(right: list[tuple[str, dict[str, Any]]]) -> Iterator[Made]:
+    """Right calls in other orders, and wrong ones: several, missing, of other names, with arguments
+    of other types, too many, too few or unreadable."""
+    calls = [(name, json.dumps(arguments)) for name, arguments in right]
+    yield calls
+    yield calls[::-1]
+    yield [*calls, *calls]
+    yield calls[1:]
+    yield [*calls, ("another", "{}")]
+    if not right:
+        return
+    (name, arguments), rest = right[0], calls[1:]
+    for other in (name.replace("_", "."), f"{name}_", name.upper(), f"functions.{name}"):
+        yield [(other, calls[0][1]), *rest]
+    for key, value in arguments.items():
+        kept = {k: v for k, v in arguments.items() if k != key}
+        others = [str(value), [value], {"a": value}, None, str(value).upper(), f"{value}."]
+        if isinstance(value, int | float):
+            others += [float(value), value + 1, str(value).lower()]
+        if isinstance(value, list):
+            others += [value[::-1], value[1:], [*value, *value], [str(one) for one in value]]
+        for one in ({}, {f"{key}_": value}, *({key: other} for other in others)):
+            yield [(name, json.dumps({**kept, **one})), *rest]
+    for text in ("", "{}", "[]", "null", '"x"', "{'a': 1}", calls[0][1][:-1], '{"a": NaN}'):
+        yield [(name, text), *rest]
+
+
+@pytest.mark.parametrize("form", ["text", "tools"])
 def test_calls_are_judged_as_on_the_leaderboard(
-    in_producer: Run, leaderboard: SimpleNamespace
+    form: str, in_producer: Run, leaderboard: SimpleNamespace
 ) -> None:
-    tasks = in_producer(LOAD)
-    assert len(tasks) == 1240 + 2251
-    rows = [
-        {**task["score"]["options"], "answer": answer}
-        for task in tasks[::3]
-        for answer in changed(json.loads(task["oracle"])[0])
-    ]
-    found = in_producer(SCORE.format(module="bfcl", function="calls"), rows)
-    right = 0
-    for row, (value, why) in zip(rows, found, strict=True):
-        assert value == verdict(leaderboard, row), (row, why)
-        right += int(value)
-    assert 0.1 * len(rows) < right < 0.9 * len(rows)
+    tasks = in_producer(LOAD.format(form=form))
+    assert len(tasks) == 1390 + 2251
+    rows = [{**task["score"]["options"], "answers": answers(task, form)} for task in tasks]
+    found = iter(in_producer(JUDGE, rows))
+    counts: dict[str, list[bool]] = {}
+    for row in rows:
+        for text, made in row["answers"]:
+            value, why = next(found)
+            expected = verdict(leaderboard, row, text, made if form == "tools" else None)
+            assert value == expected, (row["category"], text, made, why)
+            counts.setdefault(row["category"], []).append(expected)
+    for category, verdicts in counts.items():
+        assert 0.01 * len(verdicts) < sum(verdicts) < 0.99 * len(verdicts), category
 
 
-def verdict(leaderboard: SimpleNamespace, row: dict[str, Any]) -> bool:
+def answers(task: dict[str, Any], form: str) -> list[tuple[str, Made]]:
+    """Texts and calls of right and wrong answers."""
+    if form == "text":
+        return [(text, []) for right in right_texts(task) for text in changed_texts(right)]
+    rights = right_calls(task) or [[]]
+    made = [("", calls) for right in rights for calls in changed_calls(right)]
+    # A text is not a call, whatever it looks like.
+    return [*made, ("[f(x=1)]", []), (json.dumps([{"name": "f", "arguments": {}}]), [])]
+
+
+def verdict(
+    leaderboard: SimpleNamespace, row: dict[str, Any], text: str, made: Made | None
+) -> bool:
+    """The verdict on calls in a text, or on tool calls."""
     category = row["category"]
+    name = OTHER_LANGUAGES.get(category, "PYTHON")
     try:
-        calls = leaderboard.handling.default_decode_ast_prompting(row["answer"])
+        if made is None:
+            form = leaderboard.enums.ReturnFormat[name]
+            calls = leaderboard.handling.default_decode_ast_prompting(text, form)
+        else:
+            calls = [{function: json.loads(arguments)} for function, arguments in made] or text
     except Exception:
         return "irrelevance" in category
     if "relevance" in category:
         return leaderboard.data.is_empty_output(calls) == ("irrelevance" in category)
     if not leaderboard.data.is_function_calling_format_output(calls):
         return False
+    language = leaderboard.enums.Language[name]
+    model = "Prompt" if made is None else "FC"
     try:
         found = leaderboard.check(
-            row["functions"], calls, row["ground_truth"], leaderboard.python, category, "m"
+            row["functions"], calls, row["ground_truth"], language, category, model
         )
     except Exception:
         return False
     return bool(found["valid"])
 
 
-def test_prompts_are_those_of_the_leaderboard(
+def test_prompts_and_tools_are_those_of_the_leaderboard(
     in_producer: Run, leaderboard: SimpleNamespace
 ) -> None:
-    tasks = {task["id"]: task for task in in_producer(LOAD)}
-    for category in ("simple_python", "parallel_multiple", "live_multiple", "live_relevance"):
+    texts, tools = (
+        {task["id"]: task for task in in_producer(LOAD.format(form=form))}
+        for form in ("text", "tools")
+    )
+    style = leaderboard.enums.ModelStyle.OPENAI_COMPLETIONS
+    for category in {task["category"] for task in texts.values()}:
         for entry in leaderboard.data.load_dataset_entry(category):
+            made, text = tools[entry["id"] + ".tools"], texts[entry["id"]]
+            assert made["prompt"] == entry["question"][0]
+            assert "system" not in made
+            assert leaderboard.handling.convert_to_tool(
+                entry["function"], leaderboard.types, style
+            ) == [{"type": "function", "function": tool} for tool in made["answer_tools"]]
             prompt = leaderboard.handling.system_prompt_pre_processing_chat_model(
                 entry["question"][0], entry["function"], entry["id"]
             )
-            task = tasks[entry["id"]]
-            assert prompt == [{"role": "system", "content": task["system"]}, *task["prompt"]]
+            assert prompt == [{"role": "system", "content": text["system"]}, *text["prompt"]]
+
+
+@pytest.mark.parametrize("form", ["text", "tools"])
+def test_an_evaluation_records_the_form_and_the_share_of_each_category(
+    form: str, in_producer: Run, tmp_path: Path
+) -> None:
+    (found,) = in_producer(PLAY.format(form=form, out=tmp_path))
+    assert f", calls as {form}, scored by bfcl-eval " in found["version"]
+    assert ("(FC)" if form == "tools" else "(Prompt)") in found["published"]
+    played = found["models"]["oracle"]
+    assert (played["units"], played["never_graded"]) == (200, 0)
+    figures = played["figures"]
+    assert figures["multiple"] == figures["parallel"] == figures["irrelevance"] == 1
+    three = ("simple_python", "simple_java", "simple_javascript")
+    assert figures["simple"] == pytest.approx(sum(figures[name] for name in three) / 3)
