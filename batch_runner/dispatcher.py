@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,8 @@ class Dispatcher:
         self._fleet = fleet
         self._listener = listener
         self._slots = [_Slot(fleet.capacity(i)) for i in range(fleet.workers)]
+        self._by_free = [*self._slots]
+        """The same by free capacity, ascending."""
         self._isolated_slots: list[_Slot] = []
         self._isolated: deque[WorkItem] = deque()
         """Attempts that wait for their own worker."""
@@ -245,7 +248,14 @@ class Dispatcher:
                 await slot.handle.interrupt(running)
 
     def _least_loaded(self) -> _Slot:
-        return max(self._slots, key=lambda slot: slot.free)
+        return self._by_free[-1]
+
+    def _note_free(self, slot: _Slot) -> None:
+        """Move a slot in the list: its free capacity has changed."""
+        if not slot.closing.is_set():
+            self._by_free.remove(slot)
+            insort(self._by_free, slot, key=lambda other: other.free)
+        self._changed.set()
 
     def _all_slots(self) -> list[_Slot]:
         return [*self._slots, *self._isolated_slots]
@@ -253,6 +263,7 @@ class Dispatcher:
     async def _send(self, slot: _Slot, item: WorkItem) -> None:
         assert slot.handle is not None
         slot.in_flight[item.unit_id] = item
+        self._note_free(slot)
         try:
             self._driver.dispatch(item, slot.handle.writer)
             await slot.handle.send(item)
@@ -313,7 +324,7 @@ class Dispatcher:
             await self._recover(writer, "worker_lost", source)
         else:
             slot.failures, self._any_started = 0, True
-        self._changed.set()
+        self._note_free(slot)
         return slot.handle is not None
 
     async def _start_in_time(self, slot: _Slot, number: int) -> WorkerHandle | None:
@@ -361,6 +372,7 @@ class Dispatcher:
             why = f"this process did not run for {suspended_s:.0f} s" if suspended_s else str(error)
             self._listener.report_lost_worker(handle.writer, why)
             slot.handle = None
+            self._note_free(slot)
             await handle.kill()
             # No unit is the cause when the worker ended because this process was suspended.
             cause = "driver_lost" if suspended_s else "worker_lost"
@@ -385,7 +397,7 @@ class Dispatcher:
             self._note_reply(reply)
             if reply.fault is not None:
                 return False
-            self._changed.set()
+            self._note_free(slot)
         return True
 
     def _note_reply(self, reply: Reply) -> None:

@@ -23,7 +23,8 @@ from hermes_rl.sources import read_rows
 from hermes_rl.store import Disposition, Driver, Ledger, open_run
 from hermes_rl.usage import UsageTotal
 
-CONCURRENCY = 64
+CAPACITY = 32
+"""Rollouts in flight in one worker."""
 POINTS = 10
 """Memory is read so often; the first reading comes after the warm-up."""
 
@@ -127,21 +128,21 @@ class Readings(Progress):
         return 1000 * above / sum((x - mean_x) ** 2 for x, _ in points)
 
 
-async def drive(driver: Driver, units: int, readings: Readings) -> None:
+async def drive(driver: Driver, units: int, readings: Readings, workers: int) -> None:
     """A whole run with stand-ins."""
     reader = UnitReader(read_rows(dataset(units)), CONFIG_HASH, repeats=1)
     plan = Plan(reader, driver.ledger, epoch=driver.epoch)
     source = RunSource(plan, driver, Sink(readings))
-    await Dispatcher(start, driver, Fleet(2, CONCURRENCY), Deaf()).run(source)
+    await Dispatcher(start, driver, Fleet(workers, workers * CAPACITY), Deaf()).run(source)
 
 
-async def over_a_run(units: int) -> dict[str, float]:
+async def over_a_run(units: int, workers: int = 2) -> dict[str, float]:
     """Memory slope and CPU of the driver."""
     readings = Readings(units // POINTS)
     with tempfile.TemporaryDirectory(prefix="hermes-rl-bench-") as folder:
         async with await open_run(f"{folder}/run", {}) as driver:
             cpu = time.process_time()
-            await drive(driver, units, readings)
+            await drive(driver, units, readings, workers)
             cpu = time.process_time() - cpu
     return {
         "units": units,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import hashlib
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -24,7 +26,16 @@ from typing import Any
 import msgspec
 from driver_memory import over_a_run
 
-from hermes_rl.models.rate import Coordinator, Events, LaneReport, Report
+from hermes_rl.models.rate import (
+    RUN_USD,
+    Coordinator,
+    Events,
+    Grant,
+    LaneReport,
+    LeaseReport,
+    Report,
+    UnitSpending,
+)
 from hermes_rl.store import BatchSummary, Keys, Ledger, RunDir, write_commit
 
 UNITS = 100_000_000
@@ -33,7 +44,7 @@ BATCH_ROWS = 1000
 POLL_S = 5.0
 """An idle worker answers a poll after a sixth of the lease of 30 s."""
 REPORT_S = 0.25
-"""Between two rate reports of a worker."""
+"""Between two rate reports of a worker of a few."""
 OBJECTS = 3
 """Per batch: trajectories, failures or segments, and the commit."""
 PUTS_PER_S = 3500.0
@@ -50,17 +61,24 @@ def timed(work: Callable[[], object], times: int) -> float:
     return (time.process_time() - start) / times
 
 
-def report_ms(workers: int) -> float:
-    """CPU of one rate report at the driver, with this many workers on one lane."""
-    coordinator = Coordinator(100_000, {}, {}, clock=time.monotonic, unix=time.time)
+@functools.cache
+def rate_reports(workers: int) -> tuple[float, float]:
+    """Of this many workers on one lane with a budget: CPU of one report at the driver in ms (median
+    of five rounds), and the reports of all per second."""
+    budget = {RUN_USD: 10**18}
+    coordinator = Coordinator(100_000, budget, {}, clock=time.monotonic, unix=time.time)
+    units = tuple(UnitSpending(place, 5, 10**6) for place in range(64))
+    lease = LeaseReport(budget=RUN_USD, spent=5, held=64 * 10**6, units=units)
 
-    def report(number: int) -> None:
-        lane = LaneReport(lane="host|account|model", demand=8, events=Events(running=8))
-        coordinator.handle(Report(worker=f"1-{number}", lanes=(lane,)))
+    def report(number: int) -> Grant:
+        lane = LaneReport(lane="host|account|model", demand=64, events=Events(running=60))
+        report = Report(worker=f"1-{number}", lanes=(lane,), leases=(lease,))
+        return coordinator.handle(report)
 
     for number in range(workers):
-        report(number)
-    return 1000 * timed(lambda: report(random.randrange(workers)), 20)
+        interval = report(number).interval
+    rounds = [timed(lambda: report(random.randrange(workers)), 200) for _ in range(5)]
+    return 1000 * statistics.median(rounds), workers / REPORT_S / interval
 
 
 def commit_constants(folder: Path) -> dict[str, float]:
@@ -103,6 +121,11 @@ def commit_constants(folder: Path) -> dict[str, float]:
     }
 
 
+def unit_ms(workers: int) -> float:
+    """CPU of the driver for one unit of a run with this many workers."""
+    return asyncio.run(over_a_run(20_000, workers))["driver_cpu_ms_per_unit"]
+
+
 def ray_call_ms(calls: int = 2000) -> float:
     """CPU of the driver for one call of an actor that answers at once."""
     import ray
@@ -138,11 +161,11 @@ def simulate(
         seconds: of one rollout.
     """
     units = workers * at_once / seconds
-    report = constants["report_ms_fixed"] + workers * constants["report_ms_per_worker"]
+    report_ms, reports = rate_reports(workers)
     kinds = [
         (units, constants["driver_ms_per_unit"] + constants["ray_call_ms"]),
         (max(workers / POLL_S, min(units, 20 * workers)), constants["ray_call_ms"]),
-        (workers / REPORT_S, constants["ray_call_ms"] + report),
+        (reports, constants["ray_call_ms"] + report_ms),
     ]
     total = sum(rate for rate, _ in kinds)
     load = sum(rate * ms for rate, ms in kinds) / 1000
@@ -173,20 +196,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ray", action="store_true", help="measure the calls of an actor, too")
     options = parser.parse_args()
-    few, many = report_ms(10), report_ms(1000)
-    slope = (many - few) / 990
     with tempfile.TemporaryDirectory(prefix="hermes-rl-bench-") as folder:
         constants = commit_constants(Path(folder) / "run")
     constants |= {
-        "driver_ms_per_unit": asyncio.run(over_a_run(20_000))["driver_cpu_ms_per_unit"],
-        "report_ms_fixed": few,
-        "report_ms_per_worker": slope,
+        f"report_us_{workers}_workers": 1000 * rate_reports(workers)[0]
+        for workers in (10, 100, 1000, 10_000)
+    } | {
+        "driver_ms_per_unit_2_workers": unit_ms(2),
+        "driver_ms_per_unit": unit_ms(1000),
         "ray_call_ms": ray_call_ms() if options.ray else RAY_CALL_MS,
     }
     print(json.dumps({name: round(value, 5) for name, value in constants.items()}, indent=2))
     rows = [
         simulate(workers, at_once, seconds, constants)
-        for workers in (8, 100, 300, 1000, 10_000)
+        for workers in (8, 100, 300, 1000, 3000, 10_000)
         for at_once, seconds in ((64, 60.0), (64, 600.0))
     ]
     for row in [dict.fromkeys(rows[0]) | {n: n for n in rows[0]}, *rows]:

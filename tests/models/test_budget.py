@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hermes_rl.errors import CostLimit, UnitCostLimit
 from hermes_rl.models.rate import (
@@ -17,6 +18,8 @@ from hermes_rl.models.rate import (
     Costs,
     Lease,
     LeaseGrant,
+    LeaseReport,
+    Ledger,
     Report,
     Spend,
     UnitSpending,
@@ -161,6 +164,39 @@ async def test_lease_of_a_lost_worker_counts_as_spent():
     assert coordinator.summary().spent == {"run:tokens": 70}
 
 
+UNIT = st.builds(UnitSpending, st.integers(0, 99), *[st.integers(0, 20)] * 3)
+REPORT = st.builds(
+    LeaseReport,
+    budget=st.just("b"),
+    units=st.lists(UNIT, max_size=3).map(tuple),
+    **dict.fromkeys(("spent", "held", "finished", "finished_spent"), st.integers(0, 20)),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | REPORT), max_size=30))
+def test_sums_of_accounts_equal_those_from_scratch(steps):
+    """They are kept as workers report, and as they are lost (None)."""
+    ledger, known, before = Ledger("b", 5000, 7), {}, [7, 0, 0]
+    for worker, report in steps:
+        if report is not None:
+            ledger.update(worker, report)
+            grant = ledger.grant(worker)
+            known[worker] = replace(report, held=report.held + grant.add)
+            others = [one for name, one in known.items() if name != worker]
+            assert grant.recall or not any(unit.need for one in others for unit in one.units)
+        elif worker in known:
+            ledger.remove(worker)
+            lost = known.pop(worker)
+            more = (lost.spent + lost.held, lost.finished, lost.finished_spent)
+            before = [a + b for a, b in zip(before, more, strict=True)]
+        spent = before[0] + sum(one.spent for one in known.values())
+        finished = before[1] + sum(one.finished for one in known.values())
+        cost = before[2] + sum(one.finished_spent for one in known.values())
+        assert ledger.spent == spent
+        assert ledger.left == 5000 - spent - sum(one.held for one in known.values())
+        assert ledger.costs.unit == (cost // finished if finished else None)
+
+
 async def test_unit_budget_applies_with_the_run_budget():
     coordinator = coordinate({"run:tokens": 1000})
     lease, exchange = lease_of(coordinator, "a")
@@ -269,7 +305,7 @@ def test_units_that_may_spend(units, left, average, more, places):
 @given(
     st.lists(st.lists(st.integers(1, WORST), min_size=1, max_size=8), min_size=1, max_size=20),
     st.integers(0, 4000),
-    st.integers(1, 3),
+    st.sampled_from([1, 2, 3, 9]),
 )
 def test_units_finish_or_are_refused_within_the_budget(units, limit, workers):
     """Units of so many calls of so much, spread over workers, all begun at once."""

@@ -10,15 +10,17 @@ from hermes_rl.models.rate import (
     Coordinator,
     Estimate,
     Events,
+    JointLimits,
     LaneReport,
     Limiter,
     Orders,
     Quota,
     Rates,
     Report,
+    SlotShares,
+    WorkerShare,
     decode_grant,
     decode_report,
-    divide_slots,
     encode,
 )
 
@@ -40,21 +42,78 @@ def coordinate(clock, **options):
     return Coordinator(1000, {}, {}, **{"start": 12, "clock": clock, "unix": clock, **options})
 
 
+def workers(shares, names):
+    parts = {name: WorkerShare(LaneReport(lane=LANE)) for name in names}
+    for part in parts.values():
+        shares.add(part)
+    return parts
+
+
+def settled(shares, parts, demands, limit, now):
+    """What each worker has after some rounds of reports without requests."""
+    for _ in range(5):
+        for name, demand in demands.items():
+            shares.update(parts[name], LaneReport(lane=LANE, demand=demand))
+            shares.grant(parts[name], limit, now)
+    return {name: parts[name].slots for name in demands}
+
+
 DEMANDS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 50), min_size=1)
 
 
-@given(st.integers(-2, 200), DEMANDS, st.integers(0, 9))
-def test_slots_are_divided_fairly(limit, demands, turn):
-    shares = divide_slots(limit, demands, turn)
-    assert sum(shares.values()) <= max(0, limit)
-    assert sum(shares.values()) >= min(max(0, limit), sum(demands.values()))
-    for name, share in shares.items():
-        if share < demands[name]:  # a worker below its demand has no less than any other
-            assert share >= max(shares.values()) - 1
-    served = [
-        n for t in range(len(demands)) for n, s in divide_slots(limit, demands, t).items() if s
-    ]
-    assert limit < 1 or {n for n, demand in demands.items() if demand} <= {*served}, "in turn"
+@given(st.integers(-2, 200), DEMANDS)
+def test_slots_are_divided_fairly(limit, demands):
+    shares, served = SlotShares(), set()
+    parts = workers(shares, demands)
+    for turn in range(len(demands) + 1):
+        slots = settled(shares, parts, demands, limit, 2.0 * turn)
+        assert sum(slots.values()) <= max(0, limit)
+        assert sum(slots.values()) >= min(max(0, limit), sum(demands.values()))
+        for name, share in slots.items():
+            if share < demands[name]:  # a worker below its demand has no less than any other
+                assert share >= max(slots.values()) - 1
+        served |= {name for name, share in slots.items() if share}
+    assert limit < 1 or {n for n, demand in demands.items() if demand} <= served, "in turn"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["report", "report", "grant", "leave", "wait"]),
+            st.sampled_from("abcdefgh"),
+            st.integers(0, 40),
+            st.integers(0, 20),
+        ),
+        max_size=100,
+    ),
+    st.integers(1, 60),
+)
+def test_sums_and_shares_do_not_depend_on_what_was_before(steps, limit):
+    """They are kept as workers report, join and leave; here they are computed from scratch."""
+    shares, now, parts = SlotShares(), 0.0, {}
+    for what, name, demand, running in steps:
+        if what == "report":
+            if name not in parts:
+                parts |= workers(shares, [name])
+            events = Events(running=min(running, demand))
+            report = LaneReport(lane=LANE, events=events, peak=running + 1, demand=demand)
+            shares.update(parts[name], report)
+        elif what == "grant" and name in parts:
+            shares.grant(parts[name], limit - demand // 2, now)
+        elif what == "leave" and name in parts:
+            shares.remove(parts.pop(name))
+        elif what == "wait":
+            now += 0.1 * demand
+        every = parts.values()
+        assert shares.running == sum(part.report.events.running for part in every)
+        assert shares.peak == sum(part.report.peak for part in every)
+        assert shares.out == sum(part.out for part in every)
+        assert shares.workers == len(every)
+    demands = {name: part.report.demand for name, part in parts.items()}
+    kept, fresh = settled(shares, parts, demands, limit, now), SlotShares()
+    fresh = settled(fresh, workers(fresh, demands), demands, limit, now)
+    assert sum(kept.values()) == sum(fresh.values())
+    assert all(abs(kept[name] - fresh[name]) <= 1 for name in demands)
 
 
 class Fleet:
@@ -165,6 +224,22 @@ def test_a_pause_is_over_when_no_worker_may_start_a_request(steps):
         assert not paused or {name for name in WORKERS if fleet.slots[name]} <= {*behind}
         on_the_way = {name for name, grant in grants.items() if grant.lanes[0].slots}
         assert not paused or on_the_way <= {*behind}
+
+
+def test_runs_that_share_limits_divide_them_evenly_and_reuse_slots():
+    joint = JointLimits()
+    runs = {model: coordinate(Clock(), joint=joint) for model in ("one", "two")}
+
+    def slots(model, demand):
+        lane = LaneReport(lane=f"host|KEY|{model}", demand=demand)
+        return runs[model].handle(Report(worker="a", lanes=(lane,))).lanes[0].slots
+
+    assert slots("one", 20) == 12
+    for _ in range(3):
+        shares = [slots(model, 20) for model in runs]
+    assert shares == [6, 6]
+    runs["one"].remove("a")
+    assert [slots("two", 20) for _ in range(2)][-1] == 12
 
 
 def test_slots_of_a_lost_worker_are_reused():

@@ -13,7 +13,7 @@ from hermes_rl.errors import RateLimited
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models import Completion
 from hermes_rl.models.calls import Account, Clock, KeyPool, ModelCaller, Route
-from hermes_rl.models.rate import Coordinator, Share
+from hermes_rl.models.rate import Coordinator, Orders, Share
 from hermes_rl.testing import Limits, RateLimits
 from hermes_rl.usage import Usage
 
@@ -183,3 +183,41 @@ def test_blocked_key_is_probed_rarely(kit):
     used, refused = between(servers, 180, 360)
     assert 4.1 <= used <= 5.1
     assert refused < 0.08
+
+
+def test_many_workers_report_less_often_and_calls_and_pauses_do_not_wait(kit):
+    async def run():
+        loop, reports = asyncio.get_running_loop(), 0
+        coordinator = Coordinator(1000, {}, {}, clock=loop.time, unix=loop.time)
+
+        def handle(report):
+            nonlocal reports
+            reports += 1
+            return coordinator.handle(report)
+
+        async with AsyncExitStack() as stack:
+            shares = [Share(f"1-{n}", clock=loop.time, unix=loop.time) for n in range(300)]
+            limiters = [share.limiter("h", "K", "m") for share in shares]
+            for share in shares:
+                await stack.enter_async_context(share.coordinated(handle))
+            await asyncio.sleep(2.0)
+            reports = 0
+            await asyncio.sleep(10.0)
+            assert reports <= 4100, "as many as of a hundred workers"
+            newest = Share("1-300", clock=loop.time, unix=loop.time)
+            async with asyncio.timeout(0.1):
+                await stack.enter_async_context(newest.coordinated(handle))
+                async with newest.limiter("h", "K", "m").slot():
+                    pass
+            coordinator.orders = lambda model: Orders(paused=True)
+            async with asyncio.timeout(2.0):
+                await kit.until(lambda: not coordinator.behind("m"))
+            called = asyncio.ensure_future(limiters[0].slot().__aenter__())
+            await asyncio.sleep(1.0)
+            assert not called.done()
+            coordinator.orders = lambda model: Orders()
+            async with asyncio.timeout(1.0):
+                await called
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner.run(run())

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         Budget,
         Lease,
         LeaseGrant,
+        LeaseReport,
         Reservation,
         Spend,
         UnitSpending,
@@ -53,8 +54,9 @@ if TYPE_CHECKING:
         JointLimits,
         LaneSummary,
         Orders,
+        SlotShares,
         Summary,
-        divide_slots,
+        WorkerShare,
     )
     from hermes_rl.models.rate.headers import KINDS, Quota, read_quotas, seconds_until_reset
     from hermes_rl.models.rate.ledger import CALLS, Costs, Ledger, units_allowed_to_spend

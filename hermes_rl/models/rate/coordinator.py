@@ -6,7 +6,7 @@ until the next one. Several runs may share limits, see `JointLimits`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,34 +21,17 @@ from hermes_rl.models.rate.limiter import Announced, LaneGrant, LaneReport, Unan
 from hermes_rl.models.rate.share import Cooldowns, Grant, Report
 
 STOPPED_S = 2.0
-"""Workers report four times a second: without a report for this long, all were stopped."""
+"""Without a report from any worker for this long, all were stopped."""
+
+SILENT_S = 5.0
+"""Longer than the time between two reports of a worker."""
+
+MANY, SLOWEST = 100, 16.0
+"""Above this number, workers report less often, so that the number of all reports stays the same;
+but often enough that refusals arrive well before the limit may be cut again."""
 
 ROTATE_S = 1.0
-"""Interval at which the remainder of a limit moves to other workers."""
-
-
-def divide_slots(limit: int, demands: Mapping[str, int], offset: int = 0) -> dict[str, int]:
-    """Divide a limit by max-min fairness, then spread the surplus.
-
-    No worker gets more than its demand while another gets less. The surplus lets a worker start
-    more calls without waiting for its next grant. One part of it stays in reserve.
-
-    Args:
-        offset: of the worker that gets the remainder first.
-    """
-    shares, left = dict.fromkeys(demands, 0), max(0, limit)
-    names = sorted(demands)
-    begin = offset % len(names) if names else 0
-    short = [n for n in (*names[begin:], *names[:begin]) if demands[n] > 0]
-    while left and short:
-        each = left // len(short)
-        for name in short if each else short[:left]:
-            more = min(max(each, 1), demands[name] - shares[name])
-            shares[name] += more
-            left -= more
-        short = [n for n in short if shares[n] < demands[n]]
-    parts = len(shares) + (len(shares) > 1)
-    return {name: share + left // parts for name, share in shares.items()} if shares else {}
+"""Seconds after which a slot above the level moves to another worker."""
 
 
 @dataclass(frozen=True)
@@ -86,121 +69,208 @@ class Orders:
     weights: Announced | None = None
 
 
-@dataclass
-class _WorkerShare:
+@dataclass(eq=False)
+class WorkerShare:
     """One worker's part of a lane."""
 
     report: LaneReport
     reported_at: float = 0.0
-    answered_at: float | None = None
     slots: int = 0
+    out: int = 0
+    """Slots that it may be using: before a grant arrives it uses the previous one."""
     granted: Orders | None = None
     """The orders of its last grant."""
     obeys: Orders | None = None
     """Those that it has taken."""
-    out: int = 0
-    """Slots that it may be using: before a grant arrives it uses the previous one."""
-    served: dict[Kind, float] = field(default_factory=lambda: defaultdict(float))
-    """When it last got what it waited for, by kind."""
-
-    def waits(self, kind: Kind, now: float) -> bool:
-        """Return whether it waits for its part of a bucket and could use it."""
-        return self.slots > 0 and self.first(kind) > 0 and now - self.reported_at < ROTATE_S
 
     def first(self, kind: Kind) -> float:
         """Return what its first queued request would use."""
         return self.report.first.get(kind, 0.0)
 
 
-class _Lane:
-    """Invariant: grants never raise the slots in use above the limit.
+class SlotShares:
+    """Divides a limit of requests in flight by max-min fairness. The cost of a report does not
+    depend on the number of workers, because sums over them are kept.
 
-    Args:
-        joined: the lanes with the same limit of requests in flight and the same pace; this one is
-            added.
+    All get their demand up to a level. Where it does not suffice, some get one slot more, in turn.
+    Once all demands are met, the surplus is spread: it lets a worker start more calls without
+    waiting for its next grant. One part of it stays in reserve.
+
+    Invariant: grants never raise the slots in use above the limit.
     """
 
-    def __init__(self, name: str, rate: AdaptiveRate, joined: list[_Lane]) -> None:
+    def __init__(self) -> None:
+        self.running = self.peak = self.out = self.workers = 0
+        """Sums over the workers."""
+        self._by_demand = Counter[int]()
+        """Number of workers, by demand."""
+        self._level = self._filled = self._above = 0
+        """The level, the demands up to it, and the number of workers that demand more."""
+        self._turns: dict[WorkerShare, float] = {}
+        """Workers with one slot above the level, and since when."""
+        self._line = OrderedDict[WorkerShare, None]()
+        """Workers that wait for such a slot, the first in front."""
+
+    def add(self, part: WorkerShare, sign: int = 1) -> None:
+        """Add a worker to the sums, or take it from them."""
+        demand = part.report.demand
+        self.running += sign * part.report.events.running
+        self.peak += sign * part.report.peak
+        self.out += sign * part.out
+        self.workers += sign
+        self._by_demand[demand] += sign
+        self._filled += sign * min(demand, self._level)
+        self._above += sign * (demand > self._level)
+
+    def update(self, part: WorkerShare, report: LaneReport) -> None:
+        """Process the report of a worker that was added."""
+        self.add(part, -1)
+        part.report, part.out = report, max(part.slots, report.events.running)
+        self.add(part)
+
+    def grant(self, part: WorkerShare, limit: int, now: float) -> int:
+        """Return a worker's slots until its next grant."""
+        self.out -= part.out
+        free = limit - self.out
+        part.slots = max(0, min(self._fair_share(part, limit, now), free)) if limit > 0 else 0
+        part.out = max(part.out, part.slots)
+        self.out += part.out
+        return part.slots
+
+    def remove(self, part: WorkerShare) -> None:
+        """Remove a worker: its slots are free."""
+        self.add(part, -1)
+        self._end_turn(part)
+
+    def _fair_share(self, part: WorkerShare, limit: int, now: float) -> int:
+        while self._above and self._filled + self._above <= limit:
+            self._filled += self._above
+            self._level += 1
+            self._above -= self._by_demand[self._level]
+        while self._filled > limit:
+            self._above += self._by_demand[self._level]
+            self._filled -= self._above
+            self._level -= 1
+        demand, left = part.report.demand, limit - self._filled
+        if demand > self._level:
+            return self._level + self._has_turn(part, left, now)
+        self._end_turn(part)
+        return demand if self._above else demand + left // (self.workers + (self.workers > 1))
+
+    def _has_turn(self, part: WorkerShare, turns: int, now: float) -> bool:
+        """Return whether a worker has a slot above the level; at most this number have."""
+        began = self._turns.get(part, now)
+        if len(self._turns) > turns or (self._line and now - began >= ROTATE_S):
+            self._turns.pop(part, None)
+        if part not in self._turns:
+            self._line.setdefault(part)
+        if self._line and len(self._turns) < turns:
+            self._turns[self._line.popitem(last=False)[0]] = now
+        return part in self._turns
+
+    def _end_turn(self, part: WorkerShare) -> None:
+        self._turns.pop(part, None)
+        self._line.pop(part, None)
+
+
+class _Lane:
+    """One lane.
+
+    Args:
+        beside: a lane with the same limit of requests in flight and the same pace.
+    """
+
+    def __init__(self, name: str, rate: AdaptiveRate, beside: _Lane | None = None) -> None:
         self.name, self.rate = name, rate
         self.endpoint, self.account, self.model = name.split("|", 2)
-        self.parts: dict[str, _WorkerShare] = {}
-        self.joined = joined
-        joined.append(self)
+        self.parts: dict[str, WorkerShare] = {}
+        self.slots: SlotShares = SlotShares() if beside is None else beside.slots
+        self.joined: list[_Lane] = [] if beside is None else beside.joined
+        self.joined.append(self)
         self.counts = {"clean": 0, "throttled": 0, "trouble": 0}
+        self._demand = 0
+        self._answered: dict[str, float] = {}
+        """When the two workers with the latest answers got them."""
+        self._lines: dict[Kind, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        """Workers that wait for their part of a bucket, by kind; the first in front."""
 
     def update(self, worker: str, report: LaneReport, now: float) -> None:
         """Process a worker's report."""
-        known = self._joined_parts().values()
-        if known and now - max(p.reported_at for p in known) > STOPPED_S:
-            self.rate.pace.restart(now)
-        part = self.parts.setdefault(worker, _WorkerShare(report))
-        part.report, part.reported_at = report, now
-        part.out = max(part.slots, report.events.running)
+        if worker not in self.parts:
+            self.parts[worker] = WorkerShare(LaneReport(lane=self.name))
+            self.slots.add(self.parts[worker])
+        part = self.parts[worker]
+        self._demand += report.demand - part.report.demand
+        self.slots.update(part, report)
+        part.reported_at = now
         part.obeys = part.granted  # it has taken the last grant
         if report.answered_s is not None:
-            part.answered_at = now - report.answered_s
+            self._answered[worker] = now - report.answered_s
+            if len(self._answered) > 2:
+                del self._answered[min(self._answered, key=self._answered.__getitem__)]
         for name in self.counts:
             self.counts[name] += getattr(report.events, name)
         for kind, bucket in self.rate.buckets.by_kind.items():
             bucket.fill(now)
             bucket.balance = min(bucket.capacity, bucket.balance + report.balance.get(kind, 0.0))
-        every = self._joined_parts().values()
-        self.rate.concurrency.note_started(sum(p.report.peak for p in every))
-        running = sum(p.report.events.running for p in every)
-        in_use = sum(any(p.report.demand for p in lane.parts.values()) for lane in self.joined)
+        self.rate.concurrency.note_started(self.slots.peak)
+        in_use = sum(lane._demand > 0 for lane in self.joined)
         self.rate.update(
-            msgspec.structs.replace(report.events, running=running),
+            msgspec.structs.replace(report.events, running=self.slots.running),
             now,
             pace_share=1 / (in_use or 1),
         )
-
-    def _joined_parts(self) -> dict[str, _WorkerShare]:
-        """The parts of all joined lanes."""
-        return {
-            f"{worker} {lane.model}": part
-            for lane in self.joined
-            for worker, part in lane.parts.items()
-        }
 
     def grant(self, worker: str, now: float, orders: Orders = Orders()) -> LaneGrant:
         """Return a worker's grant; in a pause no request may start."""
         part, limit = self.parts[worker], 0 if orders.paused else self.rate.concurrency.limit
         part.granted = orders
-        every, key = self._joined_parts(), f"{worker} {self.model}"
-        shares = divide_slots(limit, {n: p.report.demand for n, p in every.items()}, int(now))
-        taken = sum(p.out for p in every.values() if p is not part)
-        part.slots = max(0, min(shares[key], limit - taken))
-        part.out = max(part.out, part.slots)
-        others = [p for p in self.parts.values() if p is not part]
-        answered = max((p.answered_at for p in others if p.answered_at is not None), default=None)
+        others = (at for name, at in self._answered.items() if name != worker)
+        answered = max(others, default=None)
         buckets = self.rate.buckets.by_kind
         return LaneGrant(
             lane=self.name,
-            slots=part.slots,
-            balance={kind: self._withdraw(kind, part, now) for kind in buckets},
+            slots=self.slots.grant(part, limit, now),
+            balance={kind: self._withdraw(kind, worker, now) for kind in buckets},
             capacity={kind: bucket.capacity for kind, bucket in buckets.items()},
             per_s={kind: bucket.per_s / len(self.parts) for kind, bucket in buckets.items()},
             answered_s=None if answered is None else now - answered,
             weights=orders.weights,
         )
 
-    def _withdraw(self, kind: Kind, part: _WorkerShare, now: float) -> float:
+    def remove(self, worker: str) -> None:
+        """Remove a worker."""
+        if (part := self.parts.pop(worker, None)) is not None:
+            self._demand -= part.report.demand
+            self.slots.remove(part)
+            for line in self._lines.values():
+                line.pop(worker, None)
+
+    def _withdraw(self, kind: Kind, worker: str, now: float) -> float:
         """Take a worker's part from a bucket: at least the need of one request, but nothing that a
-        worker waits for which was served earlier (reports come in a fixed order, and the first
-        after a refill would take everything)."""
-        bucket = self.rate.buckets.by_kind[kind]
-        available = bucket.fill(now)
-        first = min(part.first(kind), bucket.capacity)
-        others = [p for p in self.parts.values() if p is not part and p.waits(kind, now)]
-        ahead = (p for p in others if p.served[kind] < part.served[kind])
-        left = available - sum(min(p.first(kind), bucket.capacity) for p in ahead)
+        worker ahead in the line waits for (reports come in a fixed order, and the first after a
+        refill would take everything)."""
+        bucket, line, part = self.rate.buckets.by_kind[kind], self._lines[kind], self.parts[worker]
+        first, available = min(part.first(kind), bucket.capacity), bucket.fill(now)
+        if first and part.slots:
+            line.setdefault(worker)
+        else:
+            line.pop(worker, None)
+        while line and now - self.parts[next(iter(line))].reported_at > SILENT_S:
+            line.popitem(last=False)
+        left = available
+        for name in line:
+            if name == worker or left < first:
+                break
+            left -= min(self.parts[name].first(kind), bucket.capacity)
         if not part.slots or left <= 0 or left < first:
             return 0.0
-        wanted = min(part.report.want.get(kind, 0.0), available / (1 + len(others)))
+        others = len(line) - (worker in line)
+        wanted = min(part.report.want.get(kind, 0.0), available / (1 + others))
         amount = min(left, max(first, wanted))
         bucket.balance -= amount
         if first:
-            part.served[kind] = now
+            line.move_to_end(worker)
         return amount
 
     def summary(self) -> LaneSummary:
@@ -213,10 +283,8 @@ class _Lane:
             limits=self.rate.concurrency.history.changes,
             per_s=self.rate.pace.per_s,
             paces=self.rate.pace.history.changes,
-            clean=self.counts["clean"],
-            throttled=self.counts["throttled"],
-            trouble=self.counts["trouble"],
             unanswered=self._unanswered(),
+            **self.counts,
         )
 
     def _unanswered(self) -> Unanswered | None:
@@ -231,7 +299,7 @@ class _Lane:
             message=longest.message,
             waiting=sum(u.waiting for u in found),
             since_s=min((longest.since_s, *answered)),
-            never=all(p.answered_at is None for p in parts),
+            never=not self._answered,
             alive=any(u.alive for u in found),
         )
 
@@ -257,10 +325,10 @@ class JointLimits:
         """Return a lane, which all runs share that call this model."""
         if name not in self._lanes:
             place = name.split("|", 2)[:2]
-            beside = (o for o in self._lanes.values() if [o.endpoint, o.account] == place)
-            first = next(beside, None)
-            rate = make(None if first is None else first.rate)
-            self._lanes[name] = _Lane(name, rate, [] if first is None else first.joined)
+            every = (o for o in self._lanes.values() if [o.endpoint, o.account] == place)
+            beside = next(every, None)
+            rate = make(None if beside is None else beside.rate)
+            self._lanes[name] = _Lane(name, rate, beside)
         return self._lanes[name]
 
 
@@ -301,6 +369,7 @@ class Coordinator:
         self.orders: Callable[[str], Orders] = lambda model: Orders()
         """What a trainer wants of a model's workers; asked for each grant."""
         self._clock, self._cooldowns = clock, Cooldowns(unix)
+        self._reported_at: float | None = None
         self._make_rate: Callable[[AdaptiveRate | None], AdaptiveRate] = lambda beside: (
             AdaptiveRate(maximum, clock(), start=start, rates=rates, beside=beside)
         )
@@ -313,6 +382,10 @@ class Coordinator:
     def handle(self, report: Report) -> Grant:
         """Process a worker's report and return its grant."""
         now, worker = self._clock(), self._prefix + report.worker
+        if self._reported_at is not None and now - self._reported_at > STOPPED_S:
+            for lane in self._lanes.values():
+                lane.rate.pace.restart(now)
+        self._reported_at = now
         self._cooldowns.update(report.cooldowns)
         for lane_report in report.lanes:
             self._lane(lane_report.lane).update(worker, lane_report, now)
@@ -321,17 +394,21 @@ class Coordinator:
         if report.leaving:
             self.remove(report.worker)
             return Grant()
-        lanes = [
-            lane.grant(worker, now, self.orders(lane.model))
-            for lane in (self._lanes[lane_report.lane] for lane_report in report.lanes)
-        ]
+        called = (self._lanes[lane_report.lane] for lane_report in report.lanes)
+        lanes = (lane.grant(worker, now, self.orders(lane.model)) for lane in called)
         leases = (self.ledgers[lease.budget].grant(worker) for lease in report.leases)
-        return Grant(lanes=tuple(lanes), leases=tuple(leases), cooldowns=self._cooldowns.current())
+        workers = max((len(lane.parts) for lane in self._lanes.values()), default=0)
+        return Grant(
+            lanes=tuple(lanes),
+            leases=tuple(leases),
+            cooldowns=self._cooldowns.current(),
+            interval=min(SLOWEST, max(1.0, workers / MANY)),
+        )
 
     def _lane(self, name: str) -> _Lane:
         if name not in self._lanes:
             joint, make = self._joint, self._make_rate
-            found = _Lane(name, make(None), []) if joint is None else joint.lane(name, make)
+            found = _Lane(name, make(None)) if joint is None else joint.lane(name, make)
             self._lanes[name] = found
         return self._lanes[name]
 
@@ -352,7 +429,7 @@ class Coordinator:
     def remove(self, worker: str) -> None:
         """Remove a worker: its slots are free, and its leases count as spent."""
         for lane in self._lanes.values():
-            lane.parts.pop(self._prefix + worker, None)
+            lane.remove(self._prefix + worker)
         for ledger in self.ledgers.values():
             ledger.remove(self._prefix + worker)
 

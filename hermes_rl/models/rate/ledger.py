@@ -79,72 +79,98 @@ class Ledger:
 
     def __init__(self, name: str, limit: int, before: int = 0, maximum: int = 1) -> None:
         self.name, self.limit = name, limit
+        self.spent = before
+        """Amount spent, leases of former workers included."""
         self._maximum = maximum
         self._most_expensive_call = 0
-        self._former = LeaseReport(budget=name, spent=before)
-        """Former workers, and earlier starts."""
         self._accounts: dict[str, LeaseReport] = {}
-
-    @property
-    def spent(self) -> int:
-        """Amount spent."""
-        return self._former.spent + sum(account.spent for account in self._accounts.values())
+        self._held = self._units = self._need = self._finished = self._finished_spent = 0
+        """Sums over the accounts, so that a report costs the same with many workers."""
+        self._allowed: set[int] | None = None
+        self._collector = ""
+        self._undecided = 0
+        """Grants since the last decision."""
 
     @property
     def left(self) -> int:
         """Amount that may be leased; negative if calls exceeded their worst case."""
-        return self.limit - self.spent - sum(a.held for a in self._accounts.values())
+        return self.limit - self.spent - self._held
 
     @property
     def costs(self) -> Costs:
         """Costs of calls and units so far."""
-        every = (self._former, *self._accounts.values())
-        finished = sum(account.finished for account in every)
-        spent = sum(account.finished_spent for account in every)
-        return Costs(self._most_expensive_call, spent // finished if finished else None)
+        average = self._finished_spent // self._finished if self._finished else None
+        return Costs(self._most_expensive_call, average)
 
     def update(self, worker: str, report: LeaseReport) -> None:
         """Process a worker's report."""
         self._most_expensive_call = max(
             (self._most_expensive_call, *(unit.need for unit in report.units))
         )
+        known = self._accounts.get(worker)
+        if known is not None:
+            self._add(known, -1)
         self._accounts[worker] = report
+        self._add(report, 1)
+
+    def _add(self, account: LeaseReport, sign: int) -> None:
+        self.spent += sign * account.spent
+        self._held += sign * account.held
+        self._units += sign * len(account.units)
+        self._need += sign * _need(account)
+        self._finished += sign * account.finished
+        self._finished_spent += sign * account.finished_spent
 
     def grant(self, worker: str) -> LeaseGrant:
         """Lease what a worker's waiting calls need, as far as possible."""
         account, left, costs = self._accounts[worker], max(0, self.left), self.costs
         free = account.held - sum(unit.held for unit in account.units)
-        units = [unit for other in self._accounts.values() for unit in other.units]
-        allowed = units_allowed_to_spend(units, left + free, costs, self._maximum)
-        waiting = {
-            name: [u for u in a.units if u.need and (allowed is None or u.place in allowed)]
-            for name, a in self._accounts.items()
-        }
-        needs = [unit.need for unit in waiting[worker]]
-        if worker != min((name for name in waiting if waiting[name]), default=worker):
+        self._decide(left + free, costs)
+        waiting = [u for u in account.units if self._may(u)]
+        needs = [unit.need for unit in waiting]
+        if worker != self._collector:
             # Only the first worker collects parts of a need: several would each keep one forever.
             while needs and sum(needs) > left + free:
                 needs.pop()
         add = max(0, min(left, sum(needs) - free))
-        others = (a for name, a in self._accounts.items() if name != worker)
-        wanted = any(unit.need for other in others for unit in other.units)
         self._accounts[worker] = msgspec.structs.replace(account, held=account.held + add)
+        self._held += add
         return LeaseGrant(
             budget=self.name,
             add=add,
             most=self.limit - self.spent,
             unit=costs.unit or 0,
-            only=None if allowed is None else tuple(u.place for u in waiting[worker]),
-            recall=wanted or allowed is not None,
+            only=None if self._allowed is None else tuple(u.place for u in waiting),
+            recall=self._need > _need(account) or self._allowed is not None,
         )
+
+    def _decide(self, left: int, costs: Costs) -> None:
+        """Decide which units may spend. Only when little is left does that depend on all units:
+        then one decision is for as many grants as half of the workers."""
+        if (self._units + self._maximum) * costs.new + self._need <= left:
+            self._allowed = None
+            return
+        self._undecided += 1
+        if 2 * self._undecided < len(self._accounts):
+            return
+        self._undecided = 0
+        units = [unit for account in self._accounts.values() for unit in account.units]
+        self._allowed = units_allowed_to_spend(units, left, costs, self._maximum)
+        waiting = (name for name, a in self._accounts.items() if any(map(self._may, a.units)))
+        self._collector = min(waiting, default="")
+
+    def _may(self, unit: UnitSpending) -> bool:
+        return unit.need > 0 and (self._allowed is None or unit.place in self._allowed)
 
     def remove(self, worker: str) -> None:
         """Remove a worker. What it held counts as spent, because its calls may have been served."""
         account = self._accounts.pop(worker, None)
         if account is not None:
-            self._former = LeaseReport(
-                budget=self.name,
-                spent=self._former.spent + account.spent + account.held,
-                finished=self._former.finished + account.finished,
-                finished_spent=self._former.finished_spent + account.finished_spent,
-            )
+            self._held -= account.held
+            self._units -= len(account.units)
+            self._need -= _need(account)
+            self.spent += account.held
+
+
+def _need(account: LeaseReport) -> int:
+    return sum(unit.need for unit in account.units)

@@ -1,6 +1,7 @@
 """A worker's share of the rates and budgets of its run.
 
-A worker reports to the driver's coordinator about four times a second, and at once if calls wait.
+A worker reports to the driver's coordinator about four times a second, and at once if calls wait;
+less often where there are more than a hundred.
 In return it gets slots, bucket contents, leases of budgets and cooldowns of accounts.
 """
 
@@ -47,6 +48,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[LaneGrant, ...] = ()
     leases: tuple[LeaseGrant, ...] = ()
     cooldowns: tuple[Cooldown, ...] = ()
+    interval: float = 1.0
+    """Factor of the time between two reports; more than 1 for a worker of many."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -84,6 +87,7 @@ class Share:
         self._limiters: dict[str, Limiter] = {}
         self._demand = asyncio.Event()
         self._leases = {name: Lease(name, on_demand=self._demand.set) for name in budgets}
+        self._interval = 1.0
         self._left = asyncio.Event()
         self._leaving = False
 
@@ -113,10 +117,11 @@ class Share:
     async def next_report(self) -> Report:
         """Wait until a report is due or calls wait, and return it."""
         held = any(limiter.held for limiter in self._limiters.values())
-        tick_s = min(HELD_S, self._tick_s) if held else self._tick_s
-        await asyncio.sleep(min(GAP_S, tick_s))
+        tick_s = self._interval * (min(HELD_S, self._tick_s) if held else self._tick_s)
+        gap_s = min(self._interval * GAP_S, tick_s)
+        await asyncio.sleep(gap_s)
         try:
-            async with asyncio.timeout(max(0.0, tick_s - GAP_S)):
+            async with asyncio.timeout(tick_s - gap_s):
                 await self._demand.wait()
         except TimeoutError:
             pass
@@ -139,6 +144,7 @@ class Share:
 
     def take_grant(self, grant: Grant) -> None:
         """Obey a grant from now on."""
+        self._interval = grant.interval
         self.cooldowns.update(grant.cooldowns)
         for lane in grant.lanes:
             self._limiters[lane.lane].take_grant(lane)
