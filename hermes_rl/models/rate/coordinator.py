@@ -6,6 +6,7 @@ until the next one. Several runs may share limits, see `JointLimits`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,8 +190,8 @@ class _Lane:
         self.joined.append(self)
         self.counts = {"clean": 0, "throttled": 0, "trouble": 0}
         self._demand = 0
-        self._answered: dict[str, float] = {}
-        """When the two workers with the latest answers got them."""
+        self._answered_at = -math.inf
+        """When any worker was last answered."""
         self._lines: dict[Kind, OrderedDict[str, None]] = defaultdict(OrderedDict)
         """Workers that wait for their part of a bucket, by kind; the first in front."""
 
@@ -205,9 +206,7 @@ class _Lane:
         part.reported_at = now
         part.obeys = part.granted  # it has taken the last grant
         if report.answered_s is not None:
-            self._answered[worker] = now - report.answered_s
-            if len(self._answered) > 2:
-                del self._answered[min(self._answered, key=self._answered.__getitem__)]
+            self._answered_at = max(self._answered_at, now - report.answered_s)
         for name in self.counts:
             self.counts[name] += getattr(report.events, name)
         for kind, bucket in self.rate.buckets.by_kind.items():
@@ -225,8 +224,6 @@ class _Lane:
         """Return a worker's grant; in a pause no request may start."""
         part, limit = self.parts[worker], 0 if orders.paused else self.rate.concurrency.limit
         part.granted = orders
-        others = (at for name, at in self._answered.items() if name != worker)
-        answered = max(others, default=None)
         buckets = self.rate.buckets.by_kind
         return LaneGrant(
             lane=self.name,
@@ -234,7 +231,7 @@ class _Lane:
             balance={kind: self._withdraw(kind, worker, now) for kind in buckets},
             capacity={kind: bucket.capacity for kind, bucket in buckets.items()},
             per_s={kind: bucket.per_s / len(self.parts) for kind, bucket in buckets.items()},
-            answered_s=None if answered is None else now - answered,
+            answered_s=None if math.isinf(self._answered_at) else now - self._answered_at,
             weights=orders.weights,
         )
 
@@ -299,7 +296,7 @@ class _Lane:
             message=longest.message,
             waiting=sum(u.waiting for u in found),
             since_s=min((longest.since_s, *answered)),
-            never=not self._answered,
+            never=math.isinf(self._answered_at),
             alive=any(u.alive for u in found),
         )
 

@@ -97,7 +97,7 @@ class LaneGrant(msgspec.Struct, frozen=True, kw_only=True):
     per_s: dict[Kind, float] = {}
     """Average refill rate of the worker's share."""
     answered_s: float | None = None
-    """Seconds since another worker was last answered."""
+    """Seconds since any worker was last answered."""
     weights: Announced | None = None
     """What the trainer says of the model's weights."""
 
@@ -160,7 +160,7 @@ class Limiter:
     ) -> None:
         self.traffic = Traffic()
         self.answered_at: float | None = None
-        """A lower bound for when another worker was last answered; None if unknown."""
+        """A lower bound for when any worker was last answered; None if unknown."""
         self.in_flight = 0
         self.rate: AdaptiveRate | None = None
         """None if grants set the limits."""
