@@ -183,7 +183,8 @@ def test_sums_of_accounts_equal_those_from_scratch(steps):
             grant = ledger.grant(worker)
             known[worker] = replace(report, held=report.held + grant.add)
             others = [one for name, one in known.items() if name != worker]
-            assert grant.recall or not any(unit.need for one in others for unit in one.units)
+            wanted = any(unit.need for one in others for unit in one.units)
+            assert grant.recall == (wanted or grant.only is not None)
         elif worker in known:
             ledger.remove(worker)
             lost = known.pop(worker)
