@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -251,6 +252,23 @@ async def test_rows_that_were_published_but_not_uploaded_are_kept(
     (note,) = second.notes
     second.close()
     assert (Path(note.rpartition(" ")[2]) / "commits" / "1-0-0.json").read_text() == "{}"
+
+
+async def test_a_driver_shows_that_it_lives_during_a_long_merge(proxy: Proxy, url: str) -> None:
+    mirror = await asyncio.to_thread(fill, url, 0.4)
+    seen = threading.Semaphore(0)
+
+    def watch(method: str, path: str) -> None:
+        if method == "PUT" and ".log/beat-" in path:
+            seen.release()
+
+    proxy.failure = watch
+    with mirror.quiet:
+        for _ in range(3):
+            assert await asyncio.to_thread(seen.acquire, timeout=30)
+    assert await mirror.finish() == ""
+    mirror.close()
+    assert not [key for key in await proxy.objects(url) if "beat" in key]
 
 
 async def test_store_without_conditional_put_is_refused(proxy: Proxy, url: str) -> None:
