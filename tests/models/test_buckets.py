@@ -191,7 +191,7 @@ async def test_limiter_keeps_the_request_rate():
 @pytest.mark.parametrize("mode", ["chat_completions", "anthropic_messages"])
 async def test_limits_are_learned_from_the_first_refusal(stage, kit, mode, transport):
     async with stage() as s:
-        server = await s.server(rate=RateLimits(requests=60, burst_s=1.0))
+        server = await s.server(rate=RateLimits(requests=1, burst_s=60.0))
         client = s.client(server, api_mode=mode, transport=transport)
         await client.complete(kit.request())  # empties the bucket without this limiter
         limiter = Limiter(100)
@@ -200,6 +200,6 @@ async def test_limits_are_learned_from_the_first_refusal(stage, kit, mode, trans
         with pytest.raises(ModelError):
             await calling.call(kit.request(), turn=1)
         reported = limiter.rate.buckets.by_kind["requests"]
-        assert reported.capacity == 60
+        assert reported.capacity == 1
         assert reported.balance <= 1
         assert limiter.rate.buckets.wait_s({"requests": 1.0}, time.monotonic()) > 0
