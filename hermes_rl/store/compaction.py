@@ -138,7 +138,8 @@ def _merge(
     older = {one.stem: one for c in read_compactions(run_dir) for one in c.merged}
     used = [c.number for c in read_compactions(run_dir)]
     used += [int(n) for n in run_dir.storage.names(RETIRED) if n.isdigit()]
-    number = max(used, default=0) + 1
+    # At least the epoch: no other driver ever makes parts of the same names, see `mirror`.
+    number = max([*used, run_dir.last_epoch() - 1]) + 1
     merged, written = [], dict[str, Path]()
     try:
         for group in groups:

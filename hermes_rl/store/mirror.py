@@ -252,15 +252,17 @@ class Mirror:
 
     def remove_orphans(self) -> None:
         """Remove parts that a driver uploaded and could not name in the log before it was
-        replaced: globs would read their rows beside those of the second attempt."""
+        replaced: globs would read their rows beside those of the second attempt. Parts that a
+        later driver uploaded or merged stay, since this one may have been replaced."""
         for table in TABLES:
             for name in self._remote.names(table):
                 if f"{table}/{name}" not in self._remote.files and self._is_old(name):
                     self._remote.remove([f"{table}/{name}"])
 
     def _is_old(self, name: str) -> bool:
-        found = re.fullmatch(r"part-(.*)\.parquet", name)
-        return found is not None and 0 < order_of(found[1])[0] < self.first_epoch
+        found = re.fullmatch(r"part-(.*?)(?:\.(\d+))?\.parquet", name)
+        epoch = order_of(found[1])[0] if found is not None else 0
+        return found is not None and 0 < max(epoch, int(found[2] or 0)) < self.first_epoch
 
     @asynccontextmanager
     async def running(

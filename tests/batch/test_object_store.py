@@ -18,6 +18,7 @@ from s3 import KEYS, SIGNED, Proxy, s3_proxy, s3_server
 
 from hermes_rl.cli import main
 from hermes_rl.errors import StoreError, UserError
+from hermes_rl.events import AttemptKey, Begun, Ended
 from hermes_rl.store import append_attempts, load_run, open_mirror
 from hermes_rl.testing import FakeServer
 
@@ -151,12 +152,22 @@ async def test_failing_store_ends_no_run(
     assert await asyncio.to_thread(main, ["check", url]) == 0
 
 
-def fill(url: str, lease_s: float = 30.0) -> Any:
-    """A driver of a run that has nothing yet."""
+def attempt(unit: str) -> tuple[Begun, Ended]:
+    begun = Begun(
+        key=AttemptKey(unit_id=unit, epoch=1, attempt=0), started_at=1.0, run_id="r", group_id="g",
+        member=0, repeat=0, row_index=0, task_id=unit, task_hash="h", config_hash="c", seed=0,
+        prompt="p", model="m", api_mode="chat_completions", endpoint="e",
+    )  # fmt: skip
+    return begun, Ended(finished_at=2.0, end_reason="answered", cause=None)
+
+
+def fill(url: str, lease_s: float = 30.0, *units: str) -> Any:
+    """A driver of a run with a batch for each unit."""
     mirror = open_mirror(url, lease_s)
-    asyncio.run(append_attempts(mirror.path, {}, []))
+    for batch in [[attempt(unit)] for unit in units] or [[]]:
+        asyncio.run(append_attempts(mirror.path, {}, batch))
     try:
-        mirror.claim(mirror.first_epoch)
+        mirror.claim(mirror.first_epoch + max(0, len(units) - 1))
     except UserError:
         mirror.close()
         raise
@@ -252,6 +263,23 @@ async def test_rows_that_were_published_but_not_uploaded_are_kept(
     (note,) = second.notes
     second.close()
     assert (Path(note.rpartition(" ")[2]) / "commits" / "1-0-0.json").read_text() == "{}"
+
+
+async def test_a_driver_that_was_replaced_removes_no_merged_parts(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was suspended when only the removal of orphans was left of its end."""
+    first = await asyncio.to_thread(fill, url, 30.0, "1" * 32, "2" * 32)
+    assert await first.finish() == ""
+    first.close()
+    suspended = await asyncio.to_thread(fill, url, 0.0, "3" * 32)
+    await asyncio.to_thread(suspended.sync, final=True)
+    suspended.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    await compact_after_lease(url)
+    (merged,) = [key for key in await proxy.objects(url) if key.startswith("trajectories/")]
+    await suspended.finish()
+    assert merged in await proxy.objects(url)
 
 
 async def test_a_driver_shows_that_it_lives_during_a_long_merge(proxy: Proxy, url: str) -> None:

@@ -208,7 +208,7 @@ def test_damage_is_refused_reported_once_and_repaired(finished: Path) -> None:
         compact_run(finished)
     part.write_bytes(good)
     compact_run(finished, grace_s=0)
-    record = finished / "compacted" / "1.json"
+    (record,) = finished.glob("compacted/*.json")
     text = record.read_bytes()
     record.write_bytes(text.replace(b'"rows":', b'"rowz":', 1))
     before = content(finished)
