@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,6 +115,28 @@ def test_sums_and_shares_do_not_depend_on_what_was_before(steps, limit):
     fresh = settled(fresh, workers(fresh, demands), demands, limit, now)
     assert sum(kept.values()) == sum(fresh.values())
     assert all(abs(kept[name] - fresh[name]) <= 1 for name in demands)
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "call_s", "report_s", "least"),
+    [(2, 1, 2.0, 0.25, 60), (40, 60, 3.0, 4.0, 80), (40, 30, 3.0, 0.8, 50)],
+)
+def test_slots_are_used_in_turn_however_long_calls_and_reports_take(
+    count, limit, call_s, report_s, least
+):
+    shares, ends, served = SlotShares(), [[] for _ in range(count)], [0] * count
+    parts = [*workers(shares, range(count)).values()]
+    for step in range(int(300 / report_s) * count):
+        now, who = step * report_s / count, step % count
+        ends[who] = [end for end in ends[who] if end > now]
+        running = len(ends[who])
+        events = Events(running=running)
+        shares.update(parts[who], LaneReport(lane=LANE, events=events, peak=running, demand=5))
+        started = max(0, shares.grant(parts[who], limit, now) - running)
+        ends[who] += [now + call_s] * started
+        served[who] += started
+        assert shares.out <= limit
+    assert min(served) >= least, served
 
 
 class Fleet:

@@ -32,7 +32,7 @@ MANY, SLOWEST = 100, 16.0
 but often enough that refusals arrive well before the limit may be cut again."""
 
 ROTATE_S = 1.0
-"""Seconds after which a slot above the level moves to another worker."""
+"""Seconds of use after which a slot above the level moves to another worker."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class SlotShares:
         self._level = self._filled = self._above = 0
         """The level, the demands up to it, and the number of workers that demand more."""
         self._turns: dict[WorkerShare, float] = {}
-        """Workers with one slot above the level, and since when."""
+        """Workers with one slot above the level, and since when they can use it (inf: not yet)."""
         self._line = OrderedDict[WorkerShare, None]()
         """Workers that wait for such a slot, the first in front."""
 
@@ -132,8 +132,10 @@ class SlotShares:
     def grant(self, part: WorkerShare, limit: int, now: float) -> int:
         """Return a worker's slots until its next grant."""
         self.out -= part.out
-        free = limit - self.out
-        part.slots = max(0, min(self._fair_share(part, limit, now), free)) if limit > 0 else 0
+        share = self._fair_share(part, limit, now) if limit > 0 else 0
+        part.slots = max(0, min(share, limit - self.out))
+        if share and part in self._turns:  # else it waits for a request that still runs
+            self._turns[part] = min(self._turns[part], now) if part.slots == share else math.inf
         part.out = max(part.out, part.slots)
         self.out += part.out
         return part.slots
@@ -160,13 +162,13 @@ class SlotShares:
 
     def _has_turn(self, part: WorkerShare, turns: int, now: float) -> bool:
         """Return whether a worker has a slot above the level; at most this number have."""
-        began = self._turns.get(part, now)
+        began, running = self._turns.get(part, math.inf), part.report.events.running
         if len(self._turns) > turns or (self._line and now - began >= ROTATE_S):
             self._turns.pop(part, None)
-        if part not in self._turns:
-            self._line.setdefault(part)
+        if part not in self._turns and (running <= self._level or not self._line):
+            self._line.setdefault(part)  # what it still uses is for the worker that has its turn
         if self._line and len(self._turns) < turns:
-            self._turns[self._line.popitem(last=False)[0]] = now
+            self._turns[self._line.popitem(last=False)[0]] = math.inf
         return part in self._turns
 
     def _end_turn(self, part: WorkerShare) -> None:
