@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from hermes_rl.errors import ExitCode
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="run directory or its URL", metavar="RUN")],
+    run: Annotated[str, typer.Argument(help="run directory or its URL", metavar="RUN")],
     keep_old: Annotated[
         float, typer.Option(min=0.0, help="seconds to keep replaced files for running readers")
     ] = 600.0,

@@ -266,7 +266,11 @@ async def test_rows_that_were_published_but_not_uploaded_are_kept(
 
 
 async def test_a_driver_that_was_replaced_removes_no_merged_parts(
-    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    proxy: Proxy,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It was suspended when only the removal of orphans was left of its end."""
     first = await asyncio.to_thread(fill, url, 30.0, "1" * 32, "2" * 32)
@@ -277,6 +281,7 @@ async def test_a_driver_that_was_replaced_removes_no_merged_parts(
     suspended.close()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
     await compact_after_lease(url)
+    assert capsys.readouterr().out.startswith(f"{url}: 3 Parquet files are now 1")
     (merged,) = [key for key in await proxy.objects(url) if key.startswith("trajectories/")]
     await suspended.finish()
     assert merged in await proxy.objects(url)
