@@ -125,7 +125,7 @@ _SCALED_FRACTION = re.compile(
 _ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[\u221a\u03c0^]")
 _GOES_ON = re.compile(
     r"[ \t]*+(?:\\(?:sqrt|pi|times|cdot|div|pm)(?![A-Za-z])|[\u221a\u03c0\u00d7\u00f7]"
-    r"|\^(?!\s*\{?\s*\\circ)|[-+*\u2212][ \t]*[\d\\]"
+    r"|\^(?!\s*+\{?\s*+\\circ)|[-+*\u2212][ \t]*[\d\\]"
     rf"|(?i:{'|'.join(_SCALES)})(?!\w))"
 )
 
@@ -208,7 +208,7 @@ def _stated_number(text: str) -> Fraction | None:
     return None if _GOES_ON.match(plain, found.end()) else _value(found)
 
 
-_LETTER = re.compile(r"\W*+(?:(?:option|choice)\s+\W*+)?([A-Z])(?![A-Za-z'\u2019])", re.IGNORECASE)
+_LETTER = re.compile(r"\W*+(?:(?:option|choice)\s\W*+)?([A-Z])(?![A-Za-z'\u2019])", re.IGNORECASE)
 _ALSO = re.compile(r"\W*(?:(?i:and|or)\b\W*)?(?:(?i:option)\s+)?([A-Z])(?![\w'\u2019])")
 _LISTED = re.compile(r"(?<!\w)([A-Z])[).:]")
 _STYLE = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
