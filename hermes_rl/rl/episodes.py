@@ -183,7 +183,10 @@ class EnvEpisode(Episode):
             return await super().run(parts, prompt, control)
         policy = PolicyCalls(parts)
         with control.scope(), suppress(LimitReached):
-            await call_method(env, env.play, TaskFault, self._task, policy, self.ctx)
+            try:
+                await call_method(env, env.play, TaskFault, self._task, policy, self.ctx)
+            finally:
+                await policy.close()
         return policy.result()
 
     async def reply(self, messages: Sequence[Message]) -> Message | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -12,7 +13,14 @@ import msgspec
 from hermes_rl.agent import AgentParts, AgentResult
 from hermes_rl.errors import ContextOverflow, HermesError, PayloadTooLarge, UserError
 from hermes_rl.events import ContextStarted, MessageAdded, ToolsOffered
-from hermes_rl.messages import AssistantMessage, Message, ToolMessage, conversation_from_openai
+from hermes_rl.messages import (
+    AssistantMessage,
+    Message,
+    ToolMessage,
+    call_ids,
+    conversation_from_openai,
+    with_new_ids,
+)
 from hermes_rl.models import Completion, Conversation, ModelRequest, Sampling
 
 
@@ -45,7 +53,8 @@ class PolicyCalls:
         self._tools: tuple[dict[str, Any], ...] | None = None
         self._contexts = self._turns = self._tokens = 0
         self._limit: str | None = None
-        self._cut = False
+        self._cut = self._closed = False
+        self._running = set[asyncio.Task[Completion]]()
 
     @property
     def model(self) -> str:
@@ -78,13 +87,15 @@ class PolicyCalls:
         conversation = _with_tool_names(conversation_from_openai(messages))
         if not conversation:
             raise UserError("a model call needs at least one message")
-        self._check_limits()
+        await self._check_limits()
         self._turns += 1
         turn, path = self._turns, self._path_for(conversation)
         request = self._request(path.sent, tuple(tools), sampling or Sampling(), extra or {})
         path.busy = True
+        call = asyncio.ensure_future(self._parts.caller.call(request, turn=turn))
+        self._running.add(call)
         try:
-            completion = await self._parts.caller.call(request, turn=turn)
+            completion = await call
         except HermesError as error:
             self._record(path, turn)
             if not isinstance(error, ContextOverflow | PayloadTooLarge):
@@ -92,16 +103,25 @@ class PolicyCalls:
             if not self._tokens:  # nothing was sampled yet: it is the prompt that does not fit
                 error.cause = "task"
                 raise
-            raise self._reach("context_overflow") from error
+            raise await self._reach("context_overflow") from error
         finally:
             path.busy = False
-        answer = msgspec.structs.replace(completion.message)  # an object of its own
+            self._running.discard(call)
+        # An object of its own.
+        answer = with_new_ids(msgspec.structs.replace(completion.message), call_ids(path.sent))
         path.sent.append(answer)
         self._record(path, turn, answer)
         usage = completion.usage
         self._tokens += ((usage.input_tokens or 0) + (usage.output_tokens or 0)) if usage else 0
         self._cut = completion.finish_reason == "length"
-        return completion
+        return replace(completion, message=answer)
+
+    async def close(self) -> None:
+        """Cancel the calls that still run: what they cost is then in the row. No more can begin."""
+        self._closed = True
+        for call in self._running:
+            call.cancel()
+        await self._ended()
 
     def result(self) -> AgentResult:
         """Return how the rollout ended."""
@@ -114,15 +134,23 @@ class PolicyCalls:
             active_seconds=self._parts.active_s,
         )
 
-    def _check_limits(self) -> None:
-        limits = self._parts.limits
-        if limits.max_turns is not None and self._turns >= limits.max_turns:
-            raise self._reach("max_turns")
-        if limits.max_tokens is not None and self._tokens >= limits.max_tokens:
-            raise self._reach("token_limit")
+    async def _ended(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running)
 
-    def _reach(self, limit: str) -> LimitReached:
+    async def _check_limits(self) -> None:
+        limits = self._parts.limits
+        if self._closed:
+            raise LimitReached("the rollout is over")
+        if limits.max_turns is not None and self._turns >= limits.max_turns:
+            raise await self._reach("max_turns")
+        if limits.max_tokens is not None and self._tokens >= limits.max_tokens:
+            raise await self._reach("token_limit")
+
+    async def _reach(self, limit: str) -> LimitReached:
+        """Wait for the calls that run: what they cost and answered belongs in the row."""
         self._limit = limit
+        await self._ended()
         return LimitReached(f"the rollout is over: {limit}")
 
     def _path_for(self, conversation: Sequence[Message]) -> _Path:

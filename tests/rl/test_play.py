@@ -108,6 +108,7 @@ async def test_every_sampled_token_of_every_call_is_in_the_segments_once(
     [
         ("await ask(1); await ask(2); await ask(3)", {"max_turns": 2}, "max_turns", 0.2),
         ("await ask(1); await ask(2)", {"max_tokens": 5}, "token_limit", 0.1),
+        ("await asyncio.gather(*map(ask, range(5)))", {"max_turns": 3}, "max_turns", 0.3),
         ("await ask(1)\n    raise KeyError('lost')", {}, "error", None),
         ("await policy.complete([])", {}, "error", None),
         ("await policy.complete([{'role': 'robot'}])", {}, "error", None),
@@ -166,3 +167,34 @@ async def play(self, task, policy, ctx):
     assert [i["role"] for i in row["message_info"]] == ["user", "assistant", "tool", "assistant"]
     assert [stat["tool"] for stat in row["tool_stats"]] == ["look"]
     assert [context["start"] for context in row["contexts"]] == [0]
+
+
+CALLING = """
+async def play(self, task, policy, ctx):
+    from hermes_rl.messages import to_openai
+    talk = [user("Look.")]
+    for n in range(3):
+        answer = (await policy.complete(talk)).message
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "."} for c in answer.tool_calls]
+        talk += [to_openai(answer), *results]
+    self.late = asyncio.create_task(policy.complete([user("Late.")]))
+    await asyncio.sleep(0)
+
+async def compute_reward(self, task, trajectory, ctx):
+    return float(self.late.cancelled())
+"""
+
+
+@pytest.mark.parametrize("call_id", ["call_0", ""])
+async def test_repeated_ids_and_a_call_that_outlives_play(lab: Lab, call_id: str) -> None:
+    call = {"name": "look", "arguments": "{bad", "id": call_id}
+    env = lab.write(f"{BODY}\n{CALLING}", HEAD).path
+    async with start_server(policy=lambda request: {"calls": [call]}) as server:
+        await lab.run(env, server, dataset={"limit": 1})
+    row = lab.row()
+    assert row["reward"] == 1.0  # the call that outlived `play` was cancelled
+    # Servers that count the calls of each answer from 0: the conversation is one context.
+    assert [context["start"] for context in row["contexts"]] == [0]
+    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [i["role"] for i in row["message_info"]] == roles
+    assert not any(i["synthetic"] for i in row["message_info"])
