@@ -137,7 +137,7 @@ def _checked(line: bytes) -> dict[str, Any]:
     try:
         form: dict[str, Any] = json.loads(line)
         why = form.get("failed")
-    except ValueError:
+    except (ValueError, AttributeError):
         why = f"its Python wrote {line[:200]!r}" if line else "its process was lost"
     if why is not None:
         raise UserError(f"verifiers: {why}")
@@ -202,15 +202,17 @@ class _Worker:
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
         """Take the ends of episodes until the process is gone."""
+        why = "verifiers: its process was lost"
         try:
             while line := await lines.readline():
-                form = json.loads(line)
-                episode = self._episodes.get(form.get("id", ""))
+                episode = self._episodes.get(str((form := _checked(line)).get("id")))
                 if episode is not None and not episode.ended.done():
                     episode.ended.set_result(form)
+        except UserError as error:
+            why = str(error)
         finally:
             for episode in self._episodes.values():
-                episode.fail(SandboxDied("verifiers: its process was lost"))
+                episode.fail(SandboxDied(why))
 
     async def run(self, row: Any, policy: PolicyCalls) -> dict[str, Any]:
         """Run an episode; returns its `reward`, `parts` and `metrics`, or nothing if a limit of
@@ -224,30 +226,24 @@ class _Worker:
         self._episodes[key] = episode
         try:
             base_url = f"http://127.0.0.1:{port}/{key}/v1"
-            await self._send(run=key, row=row, model=policy.model, base_url=base_url)
+            self._send(run=key, row=row, model=policy.model, base_url=base_url)
             form = await episode.ended
         finally:
             del self._episodes[key]
             for call in episode.calls:
                 if call is not None:
                     call.cancel()
-            with suppress(SandboxDied):
-                await self._send(cancel=key)
+            self._send(cancel=key)  # without waiting: it may block
         why = form.get("error")
         if why and not policy.limited:
             raise TaskFault(f"verifiers: {why}")
         return {} if why else {name: form[name] for name in ("reward", "parts", "metrics")}
 
-    async def _send(self, **form: Any) -> None:
-        """Raises: SandboxDied."""
-        pipe = self._process.stdin if self._process is not None else None
-        try:
-            if pipe is None:
-                raise BrokenPipeError("its process ends")
-            pipe.write(json.dumps(form).encode() + b"\n")
-            await pipe.drain()
-        except OSError as error:
-            raise SandboxDied(f"verifiers: {error}") from None
+    def _send(self, **form: Any) -> None:
+        """Send an order. If the process is lost, `_read` ends its episodes."""
+        if self._process is not None:
+            assert self._process.stdin
+            self._process.stdin.write(json.dumps(form).encode() + b"\n")
 
     async def _answer(self, request: web.Request) -> web.Response:
         """Answer a model call of an episode."""
@@ -288,11 +284,13 @@ class _Worker:
             return
         assert process.stdin
         process.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                await process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_S):
+                    await process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
 

@@ -14,7 +14,11 @@ import importlib
 import json
 import logging
 import os
+import select
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import packages_distributions, version
 from itertools import islice
@@ -52,8 +56,14 @@ class LoadedEnvironment:
         made = await self._env.run_rollout(order["row"], client, order["model"], {})
         if error := made.get("error"):
             return {"error": str(error)}
-        metrics, reward = dict(made.get("metrics") or {}), made["reward"]
+        metrics = {name: _plain(value) for name, value in (made.get("metrics") or {}).items()}
+        reward = _plain(made["reward"])
         return {"reward": reward, "parts": [["reward", reward, 1.0]], "metrics": metrics}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a number of numpy or torch."""
+    return value.item() if hasattr(value, "item") else value
 
 
 class TasksetEnvironment:
@@ -169,13 +179,23 @@ class Server:
                 await asyncio.wait(self._tasks.values(), timeout=_STOP_S)
 
     async def _run(self, key: str, order: dict[str, Any]) -> None:
-        try:
-            made = await self._env.run(order)
-        except Exception as error:  # a boundary: the environment's code
-            made = {"error": describe(error)}
-        finally:
-            del self._tasks[key]
-        self._write(id=key, **made)
+        with contextlib.suppress(BrokenPipeError):
+            try:
+                self._write(id=key, **await self._env.run(order))
+            # A boundary: the environment's code, which may also exit, or cancel itself.
+            except BaseException as error:
+                self._write(id=key, error=describe(error))
+            finally:
+                del self._tasks[key]
+
+
+def end_with_input() -> None:
+    """End this process and what it started after its input, even if the environment blocks."""
+    input_ = select.poll()
+    input_.register(0, 0)
+    input_.poll()
+    time.sleep(_STOP_S + 2)
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
@@ -195,7 +215,9 @@ def main() -> None:
     try:
         env = load(config)
         if mode == "serve":
+            threading.Thread(target=end_with_input, daemon=True).start()
             asyncio.run(Server(env, write).serve())
+            os.killpg(0, signal.SIGKILL)  # what the environment started ends too
         else:
             package = package_of(config)
             for row, prompt in islice(env.rows(config["split"]), config["tasks"]):

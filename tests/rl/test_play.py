@@ -175,8 +175,8 @@ async def play(self, task, policy, ctx):
     talk = [user("Look.")]
     for n in range(3):
         answer = (await policy.complete(talk)).message
-        results = [{"role": "tool", "tool_call_id": c.id, "content": "."} for c in answer.tool_calls]
-        talk += [to_openai(answer), *results]
+        (call,) = answer.tool_calls
+        talk += [to_openai(answer), {"role": "tool", "tool_call_id": call.id, "content": "."}]
     self.late = asyncio.create_task(policy.complete([user("Late.")]))
     await asyncio.sleep(0)
 

@@ -26,8 +26,12 @@ class ClientConfig:
         self.url = api_base_url + "/chat/completions"
 """
 MODULE = """
-import asyncio, json, os, sys, urllib.error, urllib.request
+import asyncio, json, os, subprocess, sys, time, urllib.error, urllib.request
 from pathlib import Path
+
+import numpy
+
+ODD = {"array": numpy.float32(0.5), "values": {1, 2}}
 
 print("noise on standard output")
 
@@ -57,6 +61,17 @@ class Made:
             os._exit(1)
         if kind == "raises":
             raise KeyError("lost")
+        if kind in ODD:
+            return {"reward": ODD[kind], "metrics": {"seen": ODD[kind]}}
+        if kind == "leaves":
+            raise asyncio.CancelledError("no more")
+        if kind == "exits":
+            sys.exit("no use")
+        if kind == "blocks":
+            child = subprocess.Popen(["sleep", "600"])
+            Path("pids").open("a").write(f"{child.pid}\\n")
+            Path("waiting").touch()
+            time.sleep(600)
         if kind == "waits":
             try:
                 Path("waiting").touch()
@@ -109,9 +124,17 @@ async def roll_out(lab: Lab, *kinds: str, **sections: Any) -> dict[str, dict[str
 
 
 async def test_rewards_faults_and_limits_are_those_of_the_environment(lab: Lab) -> None:
-    kinds = ("single", "error", "raises", "limit")
-    rows = await roll_out(lab, *kinds, agent={"limits": {"max_turns": 3}})
-    single, error, raises, limit = (rows[f"{kind} {n}"] for n, kind in enumerate(kinds))
+    kinds = ("single", "error", "raises", "limit", "array", "values", "leaves", "exits")
+    sections = {"dataset": {"limit": len(kinds)}, "agent": {"limits": {"max_turns": 3}}}
+    rows = await roll_out(lab, *kinds, **sections)
+    listed = [rows[f"{kind} {n}"] for n, kind in enumerate(kinds)]
+    single, error, raises, limit, array, *odd = listed
+    assert (array["reward"], array["metrics"]) == (0.5, [{"name": "seen", "value": 0.5}])
+    assert [(row["cause"], row["error"].partition(": verifiers: ")[2]) for row in odd] == [
+        ("task", "TypeError: Object of type set is not JSON serializable"),
+        ("task", "CancelledError: no more"),
+        ("task", "SystemExit: no use"),
+    ]
     assert (single["reward"], single["end_reason"]) == (0.75, "answered")
     assert {"name": "length", "value": 5.0} in single["metrics"]
     assert (error["cause"], raises["cause"]) == ("task", "task")
@@ -168,6 +191,31 @@ async def test_after_a_kill_only_rollouts_in_flight_are_paid_again(lab: Lab) -> 
     assert served == len(calls) == sum(calls.values()) <= 10
 
 
+@pytest.mark.slow
+async def test_after_a_kill_a_blocked_environment_and_what_it_started_end(lab: Lab) -> None:
+    flags = ["env.config.id=vf_made", "env.config.args.kinds=[blocks]"]
+    more = [part for flag in flags for part in ("--set", flag)]
+    async with start_server(policy=lambda request: "Well.") as server:
+        run = await start("process", NAME, *run_flags(lab.out, server, *more))
+        while not Path("waiting").exists():
+            assert run.returncode is None
+            await asyncio.sleep(0.05)
+        run.send_signal(signal.SIGKILL)
+        await run.wait()
+    for pid in Path("pids").read_text().split():
+        await until_ended(int(pid))
+
+
+async def until_ended(pid: int) -> None:
+    for _ in range(600):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(pid)
+
+
 @pytest.mark.parametrize(
     ("config", "error"),
     [
@@ -177,12 +225,15 @@ async def test_after_a_kill_only_rollouts_in_flight_are_paid_again(lab: Lab) -> 
         ({"id": "vf_made", "args": {"kinds": ["set"]}}, "set is not JSON serializable"),
         ({"id": "vf_made:no_such"}, "vf_made has no function 'no_such'"),
         ({"id": "vf_made", "python": "/bin/echo"}, "its Python wrote b'-c"),
+        ({"id": "vf_made", "python": "./writes_number"}, "its Python wrote b'7"),
         ({"id": "vf_no_such"}, "No module named 'verifiers.v1'"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_one_line(
     lab: Lab, config: dict[str, Any], error: str
 ) -> None:
+    Path("writes_number").write_text("#!/bin/sh\necho 7\n")
+    Path("writes_number").chmod(0o755)
     with pytest.raises(UserError) as caught:
         first_tasks(NAME, 1, **config)
     assert error in str(caught.value)
