@@ -31,10 +31,13 @@ def user_code(
     """
     try:
         yield
-    except Exception as error:  # a boundary: user code
+    except Exception as raised:  # a boundary: user code
+        error = raised
+        while isinstance(error, ExceptionGroup):  # of a TaskGroup: the first one ended the others
+            error = error.exceptions[0]
         if isinstance(error, HermesError) and not isinstance(error, described):
-            raise
-        raise fault(describe_error(name, method, error)) from error
+            raise error from error.__cause__
+        raise fault(describe_error(name, method, error)) from raised
 
 
 @contextmanager

@@ -109,6 +109,13 @@ async def test_every_sampled_token_of_every_call_is_in_the_segments_once(
         ("await ask(1); await ask(2); await ask(3)", {"max_turns": 2}, "max_turns", 0.2),
         ("await ask(1); await ask(2)", {"max_tokens": 5}, "token_limit", 0.1),
         ("await asyncio.gather(*map(ask, range(5)))", {"max_turns": 3}, "max_turns", 0.3),
+        (
+            "async with asyncio.TaskGroup() as tasks:\n"
+            "        tasks.create_task(ask(1)); tasks.create_task(ask(2))",
+            {"max_turns": 1},
+            "max_turns",
+            0.1,
+        ),
         ("await ask(1)\n    raise KeyError('lost')", {}, "error", None),
         ("await policy.complete([])", {}, "error", None),
         ("await policy.complete([{'role': 'robot'}])", {}, "error", None),
