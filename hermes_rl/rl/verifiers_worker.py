@@ -11,6 +11,7 @@ It ends with its input.
 import asyncio
 import contextlib
 import importlib
+import io
 import json
 import logging
 import os
@@ -202,7 +203,9 @@ def main() -> None:
     """Do what the command line says."""
     mode, config = sys.argv[1], json.loads(sys.argv[2])
     # What the environment prints must not mix with the lines.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    pipe = io.FileIO(os.dup(1), "w")
+    os.register_at_fork(after_in_child=pipe.close)  # it ends with this process
+    out = io.TextIOWrapper(io.BufferedWriter(pipe), encoding="utf-8")
     os.dup2(2, 1)
     os.environ["no_proxy"] = f"{os.environ.get('no_proxy', '')},127.0.0.1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"

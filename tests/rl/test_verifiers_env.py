@@ -58,6 +58,8 @@ class Made:
         kind, truncated = row["kind"], False
         if kind == "dies" and not Path("died").exists():
             Path("died").touch()
+            if not os.fork():
+                time.sleep(600)
             os._exit(1)
         if kind == "raises":
             raise KeyError("lost")
