@@ -66,7 +66,7 @@ def open_stream(lab: Lab, server: FakeServer | None, **more: Any) -> RolloutStre
 async def take(stream: RolloutStream, count: int, ack: int | None = None) -> list[LiveGroup]:
     taken = []
     for step in range(count):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             group = await anext(stream)
         taken.append(group)
         if ack is not None:
