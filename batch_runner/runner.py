@@ -478,6 +478,7 @@ class _Run:
             await asyncio.wait((watching,))
             limits = {name: ledger.limit for name, ledger in coordinator.ledgers.items()}
             self.limits = summary_as_dict(coordinator.summary(), limits)
+            coordinator.close()
 
     @property
     def _ended(self) -> bool:

@@ -432,6 +432,13 @@ class Coordinator:
         for ledger in self.ledgers.values():
             ledger.remove(self._prefix + worker)
 
+    def close(self) -> None:
+        """Remove the workers that did not leave, as after a fault: what several runs share would
+        keep their slots and leases from the other runs."""
+        for worker in {name for lane in self._lanes.values() for name in lane.parts}:
+            if worker.startswith(self._prefix):
+                self.remove(worker.removeprefix(self._prefix))
+
     def summary(self) -> Summary:
         """Return the state of all lanes and budgets."""
         return Summary(
