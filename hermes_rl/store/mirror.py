@@ -427,7 +427,8 @@ def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair:
         copy = _begin_copy(root, work, fetched)
     mirror = Mirror(remote, lock, copy, lease_s, damaged)
     lost = [n for n in sorted(damaged or ()) if not (work / n).exists()]
-    mirror.notes += [*notes, *(f"lost: {remote.url}/{name}" for name in lost)]
+    lines = (f"lost: {remote.url}/{name}" for name in lost)
+    mirror.notes += [*notes, *remote.log_faults, *lines]
     return mirror
 
 

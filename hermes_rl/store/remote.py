@@ -2,6 +2,7 @@
 
     URL/TABLE/part-STEM.parquet commits/ ...    the files of the run; names never reused
     URL/.log/N.json       what was added, in order, made by put-if-absent: the truth
+    URL/.log/N.copy       the same, written after it, for the case that it is lost or damaged
     URL/.log/beat-ID      a sign of life of the driver that made claim ID
     URL/.state/SHA256     content of files that change, such as stats.json; URL/NAME is a plain copy
 
@@ -107,6 +108,10 @@ class RemoteRun:
         self._entries: list[Entry] = []
         self.files: dict[str, Stored] = {}
         """Name -> the file as of the entries that were read."""
+        self.log_faults: list[str] = []
+        """One line for each entry that was read from its copy."""
+        self._incomplete: dict[str, bytes] = {}
+        """Objects of the log that are missing or damaged -> their content."""
 
     @property
     def entries(self) -> list[Entry]:
@@ -126,25 +131,46 @@ class RemoteRun:
     def read_log(self) -> None:
         """Read the entries that were added since the last call.
 
-        Raises: StoreError for a damaged or newer log.
+        Raises: StoreError for a newer log, and where an entry and its copy are lost or damaged.
         """
         known = len(self._entries)
-        names = sorted(n for n in self.names(".log") if re.fullmatch(r"\d{10}\.json", n))
-        numbers = [int(n[:-5]) for n in names]
+        names = {n for n in self.names(".log") if re.fullmatch(r"\d{10}\.(json|copy)", n)}
+        numbers = sorted({int(n[:10]) for n in names})
         if numbers != list(range(1, len(numbers) + 1)) or len(numbers) < known:
             raise StoreError(f"{self.url}/.log lacks entries. Restore them from a backup")
-        for entry in self._parallel(self._read_entry, numbers[known:]):
+        for number, entry in self._parallel(self._read_entry, numbers[known:]):
             self.apply(entry)
+            if (copy := _copy_name(number)).rpartition("/")[2] not in names:
+                self._incomplete[copy] = _content(entry)
 
-    def _read_entry(self, number: int) -> Entry:
-        name = _entry_name(number)
+    def _read_entry(self, number: int) -> tuple[int, Entry]:
+        name, copy = _entry_name(number), _copy_name(number)
         try:
-            entry = _decode_entry(check_digest(self.read(name)))
-        except (msgspec.DecodeError, ValueError) as error:
-            raise StoreError(f"{self.url}/{name} is damaged: {error}") from error
+            entry = self._decode(name)
+        except StoreError as error:
+            try:
+                entry = self._decode(copy)
+            except StoreError:
+                raise StoreError(f"{error}. Restore it from a backup") from error
+            self.log_faults.append(f"{error}; its copy is intact")
+            self._incomplete[name] = _content(entry)
         if entry.format > FORMAT:
             raise StoreError(f"{self.url} was written by a newer hermes_rl. Upgrade it")
-        return entry
+        return number, entry
+
+    def _decode(self, name: str) -> Entry:
+        try:
+            return _decode_entry(check_digest(self.read(name)))
+        except FileNotFoundError:
+            raise StoreError(f"{self.url}/{name} is missing") from None
+        except (msgspec.DecodeError, ValueError) as error:
+            raise StoreError(f"{self.url}/{name} is damaged: {error}") from error
+
+    def complete_log(self) -> None:
+        """Write the objects of the log that are missing or damaged again."""
+        for name in sorted(self._incomplete):
+            self.put(name, self._incomplete[name])
+            del self._incomplete[name]
 
     def apply(self, entry: Entry) -> None:
         """Add an entry that is in the store to what is known."""
@@ -159,9 +185,11 @@ class RemoteRun:
 
         Returns: False when the number is taken by another entry.
         """
-        name, data = _entry_name(len(self._entries) + 1), add_digest(msgspec.json.encode(entry))
-        if not self.put_new(name, data):
+        number, data = len(self._entries) + 1, _content(entry)
+        if not self.put_new(_entry_name(number), data):
             return False
+        self._incomplete[_copy_name(number)] = data
+        self.complete_log()
         self.apply(entry)
         return True
 
@@ -281,6 +309,14 @@ def _entry_name(number: int) -> str:
     return f".log/{number:010d}.json"
 
 
+def _copy_name(number: int) -> str:
+    return f".log/{number:010d}.copy"
+
+
+def _content(entry: Entry) -> bytes:
+    return add_digest(msgspec.json.encode(entry))
+
+
 def describe(error: BaseException) -> str:
     """One line for an error of a store."""
     code = getattr(error, "errno", None)
@@ -324,7 +360,7 @@ def fetch_run(url: str, *, whole: bool = False, new: bool = False) -> tuple[Path
     try:
         if not lock_within(fd, _FETCH_S):
             raise StoreError(f"{url} is being fetched by another process for a long time. Stop it")
-        faults = _fetch_into(remote, folder, whole)
+        faults = [*remote.log_faults, *_fetch_into(remote, folder, whole)]
     except (StoreError, UserError, DiskFull):
         raise
     except Exception as error:  # each store has its own errors

@@ -350,6 +350,41 @@ async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
             await session.delete(place)
 
 
+async def test_a_lost_or_damaged_entry_of_the_log_is_read_from_its_copy_and_written_again(
+    proxy: Proxy, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror = await asyncio.to_thread(fill, url, 30.0, "00" * 16, "11" * 16)
+    assert await mirror.finish() == ""
+    mirror.close()
+    rows = await rows_at(url)
+    base = f"{proxy.target}/{url.removeprefix('s3://')}/"
+    log = [key for key in await proxy.objects(url) if key.startswith(".log/00")]
+    first, second, *_ = (name for name in log if name.endswith("json"))
+
+    async with aiohttp.ClientSession(headers=SIGNED) as session:
+        before = {name: await (await session.get(base + name)).read() for name in log}
+        await session.delete(base + first)
+        data = before[second]
+        await session.put(base + second, data=bytes([*data[:40], data[40] ^ 1, *data[41:]]))
+        last = second.replace(".json", ".copy").replace("2.", f"{len(log) // 2}.")
+        await session.delete(base + last)  # as by a driver that was killed between the two
+        assert await rows_at(url) == rows
+        assert await asyncio.to_thread(main, ["check", url]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition("one/")[2] for line in lines] == [
+            f"{first} is missing; its copy is intact",
+            f"{second} is damaged: its content does not match its sha256; its copy is intact",
+        ]
+        assert await asyncio.to_thread(main, ["check", url, "--repair"]) == 0
+        assert "its copy is intact" in capsys.readouterr().out
+        after = {name: await (await session.get(base + name)).read() for name in log}
+        assert after == before
+        for lost in (first, first.replace(".json", ".copy")):
+            await session.delete(base + lost)
+    assert await asyncio.to_thread(main, ["check", url]) == 2
+    assert "Restore" in capsys.readouterr().err
+
+
 async def test_urls_that_cannot_be_used_are_refused_in_one_line(
     proxy: Proxy, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
