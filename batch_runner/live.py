@@ -232,7 +232,9 @@ class LiveGroups:
             loop.call_soon_threadsafe(self.source.wake)
 
         async with AsyncExitStack() as self._stack:
-            writer = open_derived_writer(driver.run_dir, driver.epoch, every_s=every_s)
+            writer = open_derived_writer(
+                driver.run_dir, driver.epoch, every_s=every_s, commit=driver.commit
+            )
             self._writer: DerivedWriter = await self._stack.enter_async_context(writer)
             policy = self.options.policy
             policy.listeners.append(wake)

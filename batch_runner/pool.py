@@ -29,11 +29,12 @@ from batch_runner.worker import (
     open_worker,
     raise_exchange_error,
 )
-from hermes_rl.errors import HermesError, UserError
+from hermes_rl.errors import HermesError, UserError, cause_of
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.rate import Coordinator, Grant, Report, decode_grant, decode_report, encode
 from hermes_rl.ports import WorkItem
 from hermes_rl.sandboxes import processes
+from hermes_rl.store import CommitBatch, Prepared
 
 _log = logging.getLogger(__name__)
 
@@ -70,12 +71,13 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 @contextmanager
 def open_pool(
-    settings: Settings, spec: WorkerSpec, coordinator: Coordinator
+    settings: Settings, spec: WorkerSpec, coordinator: Coordinator, commit: CommitBatch
 ) -> Iterator[StartWorker]:
     """Open the starter of workers: in this process, or on a Ray cluster.
 
     Args:
         spec: of every worker, without number and capacity.
+        commit: of the driver.
 
     Raises: UserError when Ray cannot be reached or started, or has no such runtime environment.
     """
@@ -88,7 +90,9 @@ def open_pool(
                 _refuse_other_nodes()
             if watchdog is None:  # an existing Ray, without this setting
                 wanted = {**wanted, "env_vars": {**KEEP_CHILDREN, **wanted.get("env_vars", {})}}
-            pool = RayPool(spec, settings.workers, coordinator, watchdog, wanted, settings.keys)
+            pool = RayPool(
+                spec, settings.workers, coordinator, commit, watchdog, wanted, settings.keys
+            )
             yield pool.start
         return
     if wanted:
@@ -96,7 +100,7 @@ def open_pool(
 
     async def start(worker: int, capacity: int) -> Worker:
         worker_spec = msgspec.structs.replace(spec, worker=worker, capacity=capacity)
-        return await open_worker(worker_spec, coordinator, settings.keys, settings.hosts)
+        return await open_worker(worker_spec, coordinator, settings.keys, settings.hosts, commit)
 
     yield start
 
@@ -161,10 +165,13 @@ class WorkerActor:
         share.take_grant(decode_grant(grant))
         return encode(await share.next_report())
 
+    async def committed(self, fault: str | None, cause: str | None) -> None:
+        """The outcome of the batch that was in a reply; see `Worker.committed`."""
+        self._require_worker().committed(fault, cause)
+
     async def close(self) -> bytes:
-        """Publish finished attempts and close the journal."""
-        if self._watch is not None:
-            self._watch.cancel()  # publishing may take longer than a lease
+        """Publish finished attempts and close the journal. It may take longer than a lease, since
+        the driver polls meanwhile."""
         return encode(await self._require_worker().close())
 
     def _require_worker(self) -> Worker:
@@ -185,6 +192,12 @@ class RayWorker:
     actor: Any
     writer: str
     lease_s: float
+    commit: CommitBatch
+    """Of the driver."""
+    stem: str = ""
+    """Of the last batch that it passed on."""
+    committing: asyncio.Task[None] | None = None
+    """The commit of that batch."""
     sharing: asyncio.Task[None] | None = None
     """Exchanges its reports for grants of the coordinator."""
 
@@ -203,13 +216,29 @@ class RayWorker:
         raise_exchange_error(self.sharing)
         try:
             async with asyncio.timeout(self.lease_s):
-                return decode_reply(await self.actor.poll.remote(self.lease_s / 6))
+                reply = decode_reply(await self.actor.poll.remote(self.lease_s / 6))
+            batch = reply.prepared
+            if batch is not None and batch.commit.stem != self.stem:
+                self.stem = batch.commit.stem
+                # Polls go on: a slow disk must not end the lease.
+                self.committing = asyncio.create_task(self._commit(batch))
+                self.committing.add_done_callback(_ignore_outcome)
+            return reply
         except (TimeoutError, RayError) as error:
             # A report after its loss would give it slots that are never returned.
             self._stop_sharing()
             silent = isinstance(error, TimeoutError)
             why = f"not heard for {self.lease_s:g} s" if silent else _first_line(error)
             raise WorkerLost(why) from None
+
+    async def _commit(self, prepared: Prepared) -> None:
+        fault = cause = None
+        try:
+            await self.commit(prepared)
+        except Exception as error:  # the worker waits for an answer
+            fault = str(error) if isinstance(error, HermesError) else repr(error)
+            cause = cause_of(error)
+        self.actor.committed.remote(fault, cause)
 
     def share(self, coordinator: Coordinator) -> None:
         """Exchange reports and grants with the coordinator from now on."""
@@ -231,17 +260,23 @@ class RayWorker:
             self.sharing.cancel()
 
     async def close(self) -> Reply:
-        """Publish and end. It may take long, as long as the worker answers polls.
+        """Publish and end. It may take long, as long as the worker answers polls, which bring the
+        batches to commit.
 
         Raises: WorkerLost.
         """
         from ray.exceptions import RayError
 
         closing = asyncio.ensure_future(self.actor.close.remote())
-        closing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        closing.add_done_callback(_ignore_outcome)
         try:
-            while not (await asyncio.wait((closing,), timeout=self.lease_s / 6))[0]:
-                await self.poll()
+            while not closing.done():
+                polling = asyncio.ensure_future(self.poll())
+                polling.add_done_callback(_ignore_outcome)
+                await asyncio.wait((closing, polling), return_when=asyncio.FIRST_COMPLETED)
+                if not closing.done():
+                    await polling
+                polling.cancel()
             reply = decode_reply(closing.result())
         except RayError as error:
             raise WorkerLost(_first_line(error)) from None
@@ -266,6 +301,8 @@ class RayPool:
     workers: int
     coordinator: Coordinator
     """Of the run's rates and budgets."""
+    commit: CommitBatch
+    """Of the driver."""
     watchdog: Watchdog | None
     """Ends the processes of a local cluster when the driver is killed."""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
@@ -276,7 +313,7 @@ class RayPool:
     async def start(self, worker: int, capacity: int) -> RayWorker:
         """Raises: UserError when the cluster has no resources for it, or it cannot work."""
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
-        handle = RayWorker(self._actor(worker, capacity), spec.writer, spec.lease_s)
+        handle = RayWorker(self._actor(worker, capacity), spec.writer, spec.lease_s, self.commit)
         try:
             started = await self._open(handle.actor, spec)
             self._check(spec, started)
@@ -357,6 +394,12 @@ def _strategy(worker: int) -> Any:
     if not nodes:
         return "DEFAULT"
     return NodeAffinitySchedulingStrategy(nodes[worker % len(nodes)], soft=False)
+
+
+def _ignore_outcome(ended: asyncio.Future[Any]) -> None:
+    """Let nobody wait for the error of a call."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _first_line(error: BaseException) -> str:

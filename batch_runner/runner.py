@@ -446,7 +446,9 @@ class _Run:
         with ExitStack() as stack:
             try:
                 with interrupts.raising_in_blocking_code():
-                    opening = open_pool(self.settings, self._worker_spec(), self.coordinator)
+                    opening = open_pool(
+                        self.settings, self._worker_spec(), self.coordinator, self.driver.commit
+                    )
                     start = stack.enter_context(opening)
             except KeyboardInterrupt:
                 return

@@ -34,7 +34,15 @@ from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.record import Segment, Trajectory
 from hermes_rl.rollout import Episode, MakeEpisode, lost_row, run_attempt
 from hermes_rl.sandboxes import OPEN_FILES
-from hermes_rl.store import Finished, JournalWriter, Publisher, RunDir, receipt_of
+from hermes_rl.store import (
+    CommitBatch,
+    Finished,
+    JournalWriter,
+    Prepared,
+    Publisher,
+    RunDir,
+    receipt_of,
+)
 from hermes_rl.trajectory import fold_subagents
 from hermes_rl.wiring import RunContext, open_run_context
 
@@ -98,6 +106,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Why the worker cannot continue."""
     cause: str | None = None
     """The fault's cause, a key of `errors.CAUSES`."""
+    prepared: Prepared | None = None
+    """A batch for the driver to commit, until `Worker.committed` gets the outcome."""
 
 
 class Worker:
@@ -105,6 +115,7 @@ class Worker:
 
     Args:
         sharing: exchanges reports with the coordinator; None when the driver does.
+        commit: of the driver in this process; None passes batches on in replies.
     """
 
     def __init__(
@@ -115,6 +126,7 @@ class Worker:
         share: Share,
         make: MakeEpisode,
         sharing: asyncio.Task[None] | None,
+        commit: CommitBatch | None,
     ) -> None:
         self.writer = spec.writer
         self.share = share
@@ -128,7 +140,13 @@ class Worker:
         """When the driver last called."""
         self._context = context
         self._journal = journal
-        self._publisher = Publisher(journal, every_s=spec.publish_every_s)
+        self._publisher = Publisher(
+            journal, every_s=spec.publish_every_s, commit=commit or self._pass_on
+        )
+        self._prepared: Prepared | None = None
+        """A batch that goes with every reply until the driver answers: a reply may get lost."""
+        self._outcome: asyncio.Future[None] | None = None
+        """Of the batch that the driver commits."""
         self._publishing = asyncio.create_task(self._publish())
         self._running: set[asyncio.Task[None]] = set()
         self._controls: dict[str, Control] = {}
@@ -174,8 +192,32 @@ class Worker:
         raise_exchange_error(self._sharing)
         return self._reply()
 
+    async def _pass_on(self, prepared: Prepared) -> None:
+        """Let the driver commit a batch. Raises: what failed there."""
+        self._prepared = prepared
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._news.set()
+        await self._outcome
+
+    def committed(self, fault: str | None = None, cause: str | None = None) -> None:
+        """Take the outcome of the batch that was in a reply.
+
+        Args:
+            fault: why it was not committed.
+            cause: of that, a key of `errors.CAUSES`.
+        """
+        self._last_heard = time.monotonic()
+        self._prepared = None
+        if self._outcome is None or self._outcome.done():
+            return
+        if fault is None:
+            self._outcome.set_result(None)
+        else:
+            error = DiskFull(fault) if cause == DiskFull.cause else StoreError(fault)
+            self._outcome.set_exception(error)
+
     async def close(self) -> Reply:
-        """Publish finished attempts and end."""
+        """Publish finished attempts and end. Polls go on meanwhile."""
         reply = Reply()
         try:
             await self._publisher.drain()
@@ -191,6 +233,7 @@ class Worker:
 
     async def abort(self) -> None:
         """Cancel all rollouts and wait for the end of their sandboxes."""
+        self.committed("the worker ends")  # nobody will answer
         tasks = [*self._running, self._publishing]
         for task in tasks:
             task.cancel()
@@ -212,6 +255,7 @@ class Worker:
             throttled=self._throttled,
             fault=str(fault) if fault else None,
             cause=cause_of(fault) if fault else None,
+            prepared=self._prepared,
         )
         self._outbox, self._requests, self._throttled = [], 0, 0
         if fault is not None:
@@ -287,6 +331,7 @@ async def open_worker(
     coordinator: Coordinator | None = None,
     keys: Mapping[str, str] | None = None,
     hosts: Hosts | None = None,
+    commit: CommitBatch | None = None,
 ) -> Worker:
     """Open a worker with its journal and all resources of its rollouts.
 
@@ -294,6 +339,7 @@ async def open_worker(
         coordinator: of the rates and budgets of the run; None when the driver carries the reports.
         keys: API keys by variable; None reads the environment of this process.
         hosts: environments that this process shares.
+        commit: see `Worker`.
 
     Raises: StoreError when it cannot see the run directory, or comes too late; UserError when the
         process may not open enough files, or for a model, key or sandbox that cannot be had.
@@ -333,7 +379,7 @@ async def open_worker(
             opened = await stack.enter_async_context(open_hosts(hosts))
             make = (await stack.enter_async_context(opened.open(config.env))).episode
         stack.enter_context(_reduce_garbage_collection())
-        worker = Worker(spec, context, journal, share, make, sharing)
+        worker = Worker(spec, context, journal, share, make, sharing, commit)
         stack.push_async_callback(worker.abort)
         worker.stack = stack.pop_all()
         return worker

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         BatchSummary,
         Commit,
         Keys,
+        Prepared,
+        prepare_batch,
         publish_batch,
         read_commit,
         read_commits,
@@ -54,7 +56,14 @@ if TYPE_CHECKING:
         read_payloads,
     )
     from hermes_rl.store.integrity import FOREIGN, file_faults, special_files
-    from hermes_rl.store.journal import Batch, JournalWriter, Publisher, SealPolicy, encode
+    from hermes_rl.store.journal import (
+        Batch,
+        CommitBatch,
+        JournalWriter,
+        Publisher,
+        SealPolicy,
+        encode,
+    )
     from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
     from hermes_rl.store.mirror import Mirror, changed_run, open_mirror
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow

@@ -1,4 +1,4 @@
-"""Publishes a sealed batch: steps 7 to 9 of the commit protocol, for writers and recovery.
+"""Publishes a sealed batch: a writer prepares its parts in tmp/, and the driver commits them.
 
 A redo writes the same rows under the same names, so it may be killed and repeated.
 """
@@ -15,7 +15,13 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey
-from hermes_rl.store.files import add_digest, check_digest, file_sha256, read_payloads
+from hermes_rl.store.files import (
+    add_digest,
+    check_digest,
+    disk_errors,
+    file_sha256,
+    read_payloads,
+)
 from hermes_rl.store.rundir import SCHEMA_VERSION, TABLES, RunDir, part_name
 from hermes_rl.store.snapshots import Part, find_part
 from hermes_rl.store.summary import Summary
@@ -101,6 +107,19 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 _decode_commit = msgspec.json.Decoder(Commit).decode
 
 
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch whose parts are complete in tmp/. It exists once the driver commits it."""
+
+    commit: Commit
+    files: list[str]
+    """Names in tmp/, which no other process can have: one for each part, in order."""
+
+    @property
+    def writer(self) -> str:
+        """EPOCH-WORKER."""
+        return self.commit.stem.rpartition("-")[0]
+
+
 class BatchSummary:
     """Collects the keys and the summary of a batch row by row."""
 
@@ -139,25 +158,93 @@ class BatchSummary:
 
 
 def publish_batch(run_dir: RunDir, done: Path, stem: str, *, strict: bool = True) -> Commit | None:
-    """Publish the rows of a sealed `done` file, then unlink it. Blocking: for threads.
+    """Publish the rows of a sealed `done` file, then unlink it. For recovery, which holds LOCK.
+    Blocking: for threads.
 
-    Args:
-        done: the sealed file.
-        stem: EPOCH-WORKER-SEQ.
-        strict: False skips damaged lines (repair).
+    Args: as `prepare_batch`.
 
     Returns None when there is nothing to publish: no rows, or committed already.
     Raises: DiskFull (the `done` file stays), DamagedFile, StoreError when published parts differ
     from what was written.
     """
-    commit = None
-    if _is_published(run_dir, stem):  # the name may not be durable yet
+    prepared = None
+    if not _is_published(run_dir, stem):
+        prepared = prepare_batch(run_dir, done, stem, strict=strict)
+    else:  # the name may not be durable yet
         run_dir.storage.sync_path(run_dir.path / "commits")
-    else:
-        commit = _write_batch(run_dir, read_payloads(done, strict=strict), stem)
-    for part in commit.parts if commit is not None else ():
-        if fault := part_fault(run_dir, stem, part):
-            raise StoreError(f"{run_dir.part_path(part.table, stem)} {fault}; {done} is kept")
+    if prepared is not None:
+        return commit_batch(run_dir, prepared, done)
+    done.unlink(missing_ok=True)
+    run_dir.crash("publish-9-done")
+    return None
+
+
+def prepare_batch(
+    run_dir: RunDir, done: Path, stem: str, *, strict: bool = True
+) -> Prepared | None:
+    """Write the parts of a batch to tmp/, durably. Blocking: for threads.
+
+    Args:
+        done: the sealed file with the rows.
+        stem: EPOCH-WORKER-SEQ.
+        strict: False skips damaged lines (repair).
+
+    Returns None when there are no rows. Raises: DiskFull, DamagedFile.
+    """
+    from hermes_rl.store.parts import PartWriter
+    from hermes_rl.store.schema import schema_of
+
+    tally, writers = BatchSummary(), dict[str, PartWriter]()
+    try:
+        for payload in read_payloads(done, strict=strict):
+            line = msgspec.json.decode(payload)
+            for table, row in rows_of(line):
+                if table not in writers:
+                    path = run_dir.storage.temporary(part_name(table, stem))
+                    writers[table] = PartWriter(path, schema_of(table))
+                writers[table].add(row, len(payload))
+            tally.add(line)
+        for writer in writers.values():
+            writer.close(run_dir.crash)
+        written = [(table, writers[table]) for table in TABLES if table in writers]
+        parts = [describe_part(run_dir, writer, table) for table, writer in written]
+    except BaseException:
+        for writer in writers.values():
+            writer.abandon()
+        raise
+    run_dir.crash("publish-7-prepared")
+    if not written:
+        return None
+    files = [writer.path.name for _, writer in written]
+    return Prepared(commit=tally.commit(stem, parts), files=files)
+
+
+def commit_batch(run_dir: RunDir, prepared: Prepared, done: Path | None = None) -> Commit:
+    """Give the parts of a batch their final names, write its commit, and unlink its `done` file.
+    The caller holds LOCK. Blocking: for threads.
+
+    Args:
+        done: its `done` file; None for the one in the journal of its writer.
+
+    Raises: DiskFull; StoreError when a part differs from what was prepared. The `done` file stays.
+    """
+    commit = msgspec.structs.replace(prepared.commit, committed_at=time.time())
+    writer, _, sequence = commit.stem.rpartition("-")
+    done = done or run_dir.writer_path(writer) / f"done-{sequence}.jsonl"
+    files = [run_dir.path / "tmp" / name for name in prepared.files]
+    try:
+        if not _is_published(run_dir, commit.stem):
+            for part, file in zip(commit.parts, files, strict=True):
+                name = part_name(part.table, commit.stem)
+                run_dir.storage.put_file(name, file, point="publish-7")
+            write_commit(run_dir, commit)
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+    for part in commit.parts:
+        if fault := part_fault(run_dir, commit.stem, part):
+            path = run_dir.part_path(part.table, commit.stem)
+            raise StoreError(f"{path} {fault}; {done} is kept")
     done.unlink(missing_ok=True)
     run_dir.crash("publish-9-done")
     return commit
@@ -259,38 +346,11 @@ def write_commit(run_dir: RunDir, commit: Commit) -> None:
     run_dir.storage.put(f"commits/{commit.stem}.json", data, point="publish-8")
 
 
-def _write_batch(run_dir: RunDir, lines: Iterable[bytes], stem: str) -> Commit | None:
-    from hermes_rl.store.parts import PartWriter
-    from hermes_rl.store.schema import schema_of
-
-    tally, writers = BatchSummary(), dict[str, PartWriter]()
-    try:
-        for payload in lines:
-            line = msgspec.json.decode(payload)
-            for table, row in rows_of(line):
-                if table not in writers:
-                    path = run_dir.storage.temporary(part_name(table, stem))
-                    writers[table] = PartWriter(path, schema_of(table))
-                writers[table].add(row, len(payload))
-            tally.add(line)
-        for writer in writers.values():
-            writer.close(run_dir.crash)
-        if not writers:
-            return None
-        written = [(table, writers[table]) for table in TABLES if table in writers]
-        parts = [publish_part(run_dir, writer, table, stem) for table, writer in written]
-    finally:
-        for writer in writers.values():  # removes parts that were not published
-            writer.abandon()
-    commit = tally.commit(stem, parts, time.time())
-    write_commit(run_dir, commit)
-    return commit
-
-
-def publish_part(run_dir: RunDir, writer: PartWriter, table: str, stem: str) -> Part:
-    """Step 7 for one table."""
+def describe_part(run_dir: RunDir, writer: PartWriter, table: str) -> Part:
+    """Sync a complete part that is in tmp/, and describe it. Raises: DiskFull."""
+    with disk_errors():
+        run_dir.storage.sync_path(writer.path)
     digest, size = file_sha256(writer.path), writer.path.stat().st_size
-    run_dir.storage.put_file(part_name(table, stem), writer.path, point="publish-7")
     return Part(table=table, rows=writer.rows, size=size, sha256=digest)
 
 

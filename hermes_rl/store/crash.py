@@ -26,6 +26,7 @@ CRASH_POINTS = (
     "publish-6-opened",
     "publish-6-sealed",
     "publish-7-half",
+    "publish-7-prepared",
     "publish-7-written",
     "publish-7-renamed",
     "publish-7-durable",

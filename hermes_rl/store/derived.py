@@ -20,6 +20,7 @@ from hermes_rl.events import CallStarted, Ended, Event
 from hermes_rl.store.files import AppendFile, read_payloads
 from hermes_rl.store.journal import (
     PUBLISH_EVERY_S,
+    CommitBatch,
     EventFiles,
     JournalWriter,
     Publisher,
@@ -103,18 +104,23 @@ class DerivedWriter:
 
 @asynccontextmanager
 async def open_derived_writer(
-    run_dir: RunDir, epoch: int, *, every_s: float = PUBLISH_EVERY_S
+    run_dir: RunDir,
+    epoch: int,
+    *,
+    every_s: float = PUBLISH_EVERY_S,
+    commit: CommitBatch | None = None,
 ) -> AsyncIterator[DerivedWriter]:
     """Open a writer of derived rows; all rows are published at the end.
 
     Args:
         epoch: of the driver, which holds LOCK.
         every_s: rows are published at this age.
+        commit: see `Publisher`.
 
     Raises: DiskFull, also at the end; the next start then publishes the rows.
     """
     async with JournalWriter(run_dir, epoch, _unused_writer_name(run_dir, epoch)) as journal:
-        publisher = Publisher(journal, every_s=every_s)
+        publisher = Publisher(journal, every_s=every_s, commit=commit)
         writer = DerivedWriter(journal)
         publishing = asyncio.create_task(publisher.run())
         clean = False

@@ -17,6 +17,7 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Event
 from hermes_rl.identity import canonical_json
 from hermes_rl.ports import Receipt, WorkItem
+from hermes_rl.store.commit import Prepared, commit_batch
 from hermes_rl.store.files import add_digest, convert_os_errors
 from hermes_rl.store.journal import Dispatched, DispatchJournal, JournalWriter, Publisher
 from hermes_rl.store.ledger import Disposition, Ledger
@@ -118,7 +119,10 @@ class Driver:
         self._journal = DispatchJournal(run_dir, f"{epoch.epoch}-driver")
         self._in_flight: dict[AttemptKey, Dispatched] = {}
         self._grace_s = grace_s
-        self._recovering = asyncio.Lock()
+        self._tables = asyncio.Lock()
+        """Held by what changes the tables: one commit, recovery or switch at a time."""
+        self._given_up: set[str] = set()
+        """Writers that were recovered; what they prepare is ignored."""
 
     @property
     def report(self) -> RecoveryReport:
@@ -155,7 +159,8 @@ class Driver:
     async def _take_over(self, writer: str, cause: str) -> list[Receipt]:
         # Before the lock, so that only this recovery waits for a process that ends slowly.
         await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
-        async with self._recovering:
+        async with self._tables:
+            self._given_up.add(writer)
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
             receipts = await in_thread(self._recovery.recover_worker, writer, cause, sent)
         missing = [receipts[key] for key in sent if self._in_flight.pop(key, None) is not None]
@@ -171,8 +176,31 @@ class Driver:
         await to_end(self._publish(derived))
 
     async def _publish(self, derived: Derived) -> None:
-        async with self._recovering:  # one batch of the driver at a time
+        async with self._tables:
             await in_thread(self._recovery.publish_directly, [derived])
+
+    async def commit(self, prepared: Prepared) -> None:
+        """Commit a batch that a writer prepared, and unlink its `done` file.
+
+        Raises: StoreError when its writer was given up, when this driver has ended or lost the run,
+        or when a part differs from what was prepared; DiskFull.
+        """
+        await to_end(self._commit(prepared))
+
+    async def _commit(self, prepared: Prepared) -> None:
+        if self._lock is None:
+            raise StoreError(f"{self.run_dir.path}: the driver of {prepared.writer} has ended")
+        with self._lock.shared():
+            async with self._tables:
+                if prepared.writer in self._given_up:
+                    raise StoreError(f"writer {prepared.writer} was given up")
+                await in_thread(self._commit_batch, prepared)
+
+    def _commit_batch(self, prepared: Prepared) -> None:
+        newest = self.run_dir.epochs()[-1]
+        if newest != self.epoch:  # without this driver's LOCK, as after a network failure
+            raise StoreError(f"{self.run_dir.path} was taken over: epoch {newest} has begun")
+        commit_batch(self.run_dir, prepared)
 
     def _apply(self, receipt: Receipt) -> None:
         self.ledger.apply(

@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Event, Redacted, TokensAdded
 from hermes_rl.locks import try_lock
 from hermes_rl.ports import Recorder, WorkItem
-from hermes_rl.store.commit import publish_batch
+from hermes_rl.store.commit import Prepared, commit_batch, prepare_batch
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import AppendFile
 from hermes_rl.store.processes import HeldLock
@@ -303,7 +303,7 @@ class JournalWriter:
         self._path = run_dir.writer_path(self.writer)
         self._lease_s = lease_s
         self.alive: HeldLock | None = None
-        """The lock of `alive` while the journal is open; threads that publish hold it, too."""
+        """The lock of `alive` while the journal is open; a publisher holds it, too."""
         self._sequence = 0
         self._batch: Batch | None = None
         self._live = EventFiles(self._path, "live", run_dir.crash, "attempt-2-live")
@@ -440,17 +440,30 @@ PUBLISH_EVERY_S = 300.0
 """Maximum time until a finished row is in Parquet."""
 
 
+CommitBatch = Callable[[Prepared], Awaitable[None]]
+"""Commits a batch, and unlinks its `done` file. Raises: DiskFull, StoreError or another OSError."""
+
+
 class Publisher:
     """Publishes one writer's batches in order.
 
     Args:
         journal: the writer.
         every_s: a batch is published when its first row is this old.
+        commit: `Driver.commit`, or passes the batch to it; None commits in this process, which
+            holds LOCK and neither recovers nor merges meanwhile.
     """
 
-    def __init__(self, journal: JournalWriter, *, every_s: float = PUBLISH_EVERY_S) -> None:
+    def __init__(
+        self,
+        journal: JournalWriter,
+        *,
+        every_s: float = PUBLISH_EVERY_S,
+        commit: CommitBatch | None = None,
+    ) -> None:
         self._journal = journal
         self._every_s = every_s
+        self._commit = commit or self._commit_here
         self._sealed: list[Batch] = []
         self._busy = asyncio.Lock()
 
@@ -479,14 +492,19 @@ class Publisher:
             if batch is not None:
                 self._sealed.append(batch)
             while self._sealed:
-                await in_thread(self._publish, self._sealed[0])
+                await self._publish(self._sealed[0])
                 await self._journal.committed(self._sealed.pop(0))
 
-    def _publish(self, batch: Batch) -> None:
-        """Publish in a thread that holds `alive` itself: on a stalled disk it may outlive its
-        writer, and recovery must not touch the batch before it ends."""
-        alive = self._journal.alive
+    async def _publish(self, batch: Batch) -> None:
+        """Publish while holding `alive`: on a stalled disk this may outlive its writer, and
+        recovery must not touch the batch before it ends."""
+        alive, run_dir = self._journal.alive, self._journal.run_dir
         if alive is None:
             raise StoreError(f"writer {self._journal.writer} is closed")
         with alive.shared():
-            publish_batch(self._journal.run_dir, batch.file.path, batch.stem)
+            prepared = await in_thread(prepare_batch, run_dir, batch.file.path, batch.stem)
+            if prepared is not None:
+                await self._commit(prepared)
+
+    async def _commit_here(self, prepared: Prepared) -> None:
+        await in_thread(commit_batch, self._journal.run_dir, prepared)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_runner import RayWorker, Reply, WorkerLost, connect_ray, decode_reply
-from hermes_rl.errors import UserError
+from hermes_rl.errors import DiskFull, StoreError, UserError
 from hermes_rl.events import AttemptKey, Begun, Ended
 from hermes_rl.record import Call
-from hermes_rl.store import Finished, receipt_of
+from hermes_rl.store import BatchSummary, CommitBatch, Finished, Prepared, receipt_of
 from hermes_rl.trajectory import fold
 
 
@@ -109,8 +109,12 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return gone
 
 
-def worker(actor: Actor, lease_s: float) -> RayWorker:
-    return RayWorker(actor, "1-1", lease_s)
+async def commit(prepared: Prepared) -> None:
+    raise AssertionError
+
+
+def worker(actor: Any, lease_s: float, commit: CommitBatch = commit) -> RayWorker:
+    return RayWorker(actor, "1-1", lease_s, commit)
 
 
 async def test_a_worker_may_publish_longer_than_its_lease(killed: list[object]) -> None:
@@ -124,6 +128,60 @@ async def test_a_worker_without_heartbeat_while_publishing_is_lost(killed: list[
     with pytest.raises(WorkerLost, match=r"not heard for 0\.3 s"):
         await worker(Actor(close_s=600.0, poll_s=600.0), lease_s=0.3).close()
     assert time.monotonic() - begun < 60
+
+
+class ClosingActor(SimpleNamespace):
+    """Replaces an actor handle: it closes after the answer to its batch, which is in each reply."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        answers: list[tuple[str | None, str | None]] = []
+        answered = asyncio.Event()
+
+        async def poll(wait_s: float) -> bytes:
+            await asyncio.sleep(0.02)
+            return msgspec.msgpack.encode(Reply(prepared=prepared))
+
+        async def close() -> bytes:
+            await answered.wait()
+            fault, cause = answers[0]
+            return msgspec.msgpack.encode(Reply(fault=fault, cause=cause))
+
+        def committed(*outcome: str | None) -> None:
+            answers.append(outcome)  # type: ignore[arg-type]
+            answered.set()
+
+        names = {"poll": poll, "close": close, "committed": committed}
+        super().__init__(**{n: SimpleNamespace(remote=call) for n, call in names.items()})
+        self.answers = answers
+
+
+@pytest.mark.parametrize(
+    ("error", "answer"),
+    [
+        (None, (None, None)),
+        (DiskFull("the disk is full"), ("the disk is full", "disk")),
+        (StoreError("a part differs"), ("a part differs", "harness")),
+        (OSError(5, "EIO"), ("OSError(5, 'EIO')", "harness")),
+    ],
+)
+async def test_a_batch_of_a_closing_worker_is_committed_once_through_its_polls(
+    killed: list[object], error: Exception | None, answer: tuple[str | None, str | None]
+) -> None:
+    batch = Prepared(commit=BatchSummary().commit("1-1-0"), files=[])
+    committed: list[Prepared] = []
+
+    async def commit(prepared: Prepared) -> None:
+        committed.append(prepared)
+        await asyncio.sleep(0.2)  # longer than several polls
+        if error is not None:
+            raise error
+
+    actor = ClosingActor(batch)
+    reply = await worker(actor, 0.6, commit).close()
+    assert committed == [batch]
+    assert actor.answers == [answer]
+    assert (reply.fault, reply.cause) == answer
+    assert killed == [actor]
 
 
 CHILD = """

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from hermes_rl.store import (
     JournalWriter,
     OpenOptions,
     PartWriter,  # noqa: F401
+    Prepared,
     Publisher,
     RunDir,
     SealPolicy,
@@ -95,7 +97,7 @@ async def play(plan: Plan) -> None:
     async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         policy = SealPolicy(rows=ROWS_PER_BATCH)
         async with JournalWriter(driver.run_dir, driver.epoch, 0, policy=policy) as journal:
-            publisher = Publisher(journal)
+            publisher = Publisher(journal, commit=driver.commit)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(publisher.run())
                 await run_units(plan, driver, journal, log)
@@ -118,6 +120,14 @@ async def run_units(plan: Plan, driver: Driver, journal: JournalWriter, log: Att
             group.create_task(unit(number))
 
 
+class NoDriver(Exception):
+    """What a worker hands over after the death of its driver reaches nobody."""
+
+
+async def reach_nobody(prepared: Prepared) -> None:
+    raise NoDriver
+
+
 async def stall(plan: Plan, crash_at: str) -> None:
     """A driver that dies after its dispatches, and its worker, which outlives it and is suspended
     at a crash point."""
@@ -134,7 +144,7 @@ async def stall(plan: Plan, crash_at: str) -> None:
     driver.release()
     os.environ["HERMES_RL_CRASH_AT"] = crash_at  # of the worker only: its driver holds LOCK
     async with JournalWriter(RunDir(path), driver.epoch, 1, policy=policy) as journal:
-        publisher = Publisher(journal)
+        publisher = Publisher(journal, commit=reach_nobody)
         for number in todo:
             cause = plan.cause(number, tried[number])
             made = scripted_rows.make_finished(number, tried[number], driver.epoch, cause=cause)
@@ -156,7 +166,8 @@ def work(do: str, order: dict[str, Any]) -> None:
     elif do == "stall":
         with patch.object(CrashHook, "die", lambda hook: os.kill(os.getpid(), signal.SIGSTOP)):
             crash_at = os.environ.pop("HERMES_RL_CRASH_AT")
-            asyncio.run(stall(Plan(**order), crash_at))
+            with suppress(NoDriver):
+                asyncio.run(stall(Plan(**order), crash_at))
     else:
         asyncio.run(play(Plan(**order)))
 

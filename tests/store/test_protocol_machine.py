@@ -32,7 +32,7 @@ from hermes_rl.store import COMPACTION_POINTS, CRASH_POINTS, load_run
 
 EXAMPLES = int(os.environ.get("HERMES_RL_MACHINE_EXAMPLES", "0"))
 RECOVERY = [p for p in CRASH_POINTS if not p.startswith("attempt-")]
-WRITING = ("attempt-2", "attempt-3", "attempt-4", "publish-")
+WRITING = ("attempt-2", "attempt-3", "attempt-4", "publish-6", "publish-7-half", "publish-7-prep")
 STALLS = [p for p in CRASH_POINTS if p.startswith(WRITING) and not p.endswith("-torn")]
 
 

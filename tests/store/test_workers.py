@@ -1,10 +1,12 @@
 """Workers are processes of their own; they die, hang and come too late."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import invariants as checks
@@ -13,13 +15,24 @@ import pytest
 import scripted_rows
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store import Driver, JournalWriter, OpenOptions, Publisher, load_run, open_run
+from hermes_rl.store import (
+    Driver,
+    JournalWriter,
+    OpenOptions,
+    Prepared,
+    Publisher,
+    load_run,
+    open_run,
+    prepare_batch,
+)
 
 HERE = Path(__file__).parent
 OPTIONS = OpenOptions(grace_s=0.3)
 
 
-def start(driver: Driver, worker: int, attempts: list[str], crash_at: str = "") -> subprocess.Popen:
+def start(
+    driver: Driver, worker: int, attempts: list[str], crash_at: str = "", **env: str
+) -> subprocess.Popen:
     """Dispatch attempts to a new worker process."""
     for name in attempts:
         if name != "hold":
@@ -30,10 +43,33 @@ def start(driver: Driver, worker: int, attempts: list[str], crash_at: str = "") 
     order = [str(driver.run_dir.path), str(driver.epoch), str(worker), *attempts]
     return subprocess.Popen(
         [sys.executable, str(HERE / "scripted_worker.py"), *order],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "HERMES_RL_CRASH_AT": crash_at, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "HERMES_RL_CRASH_AT": crash_at, "PYTHONPATH": str(HERE), **env},
     )
+
+
+async def serve(driver: Driver, worker: subprocess.Popen, outcomes: list[str]) -> list[str]:
+    """Commit what a worker prepares until it ends or is suspended. Returns the attempts that it
+    printed."""
+    assert worker.stdout
+    assert worker.stdin
+    printed = []
+    while line := (await asyncio.to_thread(worker.stdout.readline)).split():
+        if line[0] != "commit":
+            printed += line
+            continue
+        outcome = ""
+        try:
+            await driver.commit(msgspec.json.decode(bytes.fromhex(line[1]), type=Prepared))
+        except StoreError as error:
+            outcome = str(error)
+        outcomes.append(outcome)
+        with suppress(BrokenPipeError):
+            worker.stdin.write(outcome + "\n")
+            worker.stdin.flush()
+    return printed
 
 
 def receive(driver: Driver, printed: list[str], worker: int) -> None:
@@ -49,9 +85,8 @@ def receive(driver: Driver, printed: list[str], worker: int) -> None:
         "attempt-2-live:20",
         "attempt-3-done-torn:5",
         "attempt-4-synced:4",
-        "publish-7-renamed:2",
-        "publish-8-durable:1",
-        "publish-9-done:1",
+        "publish-7-half:1",
+        "publish-7-prepared:1",
         "publish-9-live:1",
     ],
 )
@@ -59,8 +94,8 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
     todo = [f"{n}:0" for n in range(6)]
     async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
         worker = start(driver, 1, todo, crash_at)
-        printed = worker.communicate(timeout=60)[0].split()
-        assert worker.returncode == -signal.SIGKILL
+        printed = await serve(driver, worker, [])
+        assert worker.wait(60) == -signal.SIGKILL
         receive(driver, printed[:-1], 1)  # the last receipt never reached the driver
 
         news = await driver.recover_worker("1-1")
@@ -89,9 +124,9 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
 
         again = [f"{n}:1" for n in range(6) if scripted_rows.unit_id(n) in lost]
         second = start(driver, 2, again)
-        printed = second.communicate(timeout=60)[0].split()
-        assert printed == again
-        receive(driver, printed, 2)
+        assert await serve(driver, second, []) == again
+        assert second.wait(60) == 0
+        receive(driver, again, 2)
     assert list((run_path / "journal").iterdir()) == []
     run = load_run(run_path)
     assert sorted(run.trajectories["unit_id"]) == sorted(scripted_rows.unit_id(n) for n in range(6))
@@ -99,6 +134,68 @@ async def test_a_worker_dies_under_a_running_driver(run_path: Path, crash_at: st
     never_began = run.failures[run.failures["model"] == ""]
     assert set(run.failures["task_id"]) <= {f"task-{n // 4}" for n in range(6)}
     assert never_began["messages"].map(len).sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("suspended_at", "refused"),
+    [
+        ("attempt-4-synced:2", False),
+        ("publish-6-opened:1", False),
+        ("publish-6-sealed:1", False),
+        ("publish-7-half:1", False),
+        ("publish-7-prepared:1", True),
+        ("publish-7-prepared:2", True),
+    ],
+)
+async def test_a_worker_that_continues_after_its_recovery_leaves_only_orphans(
+    run_path: Path, suspended_at: str, refused: bool
+) -> None:
+    """It has lost its lock, as on a network file system: otherwise recovery kills it."""
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as driver:
+        todo = [f"{n}:0" for n in range(6)]
+        worker = start(driver, 1, todo, suspended_at, HERMES_TEST_SUSPEND="1")
+        outcomes: list[str] = []
+        serving = asyncio.create_task(serve(driver, worker, outcomes))
+        await asyncio.to_thread(os.waitpid, worker.pid, os.WUNTRACED)
+        (run_path / "journal" / "1-1" / "alive").unlink()
+        await driver.recover_worker("1-1")
+        assert driver.in_flight == 0
+        files = sorted(run_path.glob("*/part-*.parquet"))
+        before = load_run(run_path).trajectories["unit_id"].tolist()
+        worker.send_signal(signal.SIGCONT)
+        await serving
+        assert worker.wait(60) == 1
+        assert ("writer 1-1 was given up" in outcomes) == refused
+        assert sorted(run_path.glob("*/part-*.parquet")) == files
+        checks.check_invariants(run_path)
+        assert load_run(run_path).trajectories["unit_id"].tolist() == before
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS):
+        assert list((run_path / "tmp").iterdir()) == []
+        assert list((run_path / "journal").iterdir()) == []
+        assert load_run(run_path).trajectories["unit_id"].tolist() == before
+
+
+async def test_a_driver_commits_nothing_after_another_one_began(run_path: Path) -> None:
+    """It has lost LOCK. What its worker prepared is published from the journal instead, once."""
+    first = await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
+    async with JournalWriter(first.run_dir, first.epoch, 1) as journal:
+        await scripted_rows.run_attempt(first, journal, 0)
+        batch = await journal.seal()
+        assert batch is not None
+        prepared = prepare_batch(first.run_dir, batch.file.path, batch.stem)
+        assert prepared is not None
+    for lost in (run_path / "LOCK", run_path / "journal" / "1-1" / "alive"):
+        lost.unlink()
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS):
+        commit = (run_path / "commits" / "1-1-0.json").read_bytes()
+        with pytest.raises(StoreError, match="was taken over: epoch 2 has begun"):
+            await first.commit(prepared)
+    await first.aclose()
+    with pytest.raises(StoreError, match="the driver of 1-1 has ended"):
+        await first.commit(prepared)
+    assert (run_path / "commits" / "1-1-0.json").read_bytes() == commit
+    assert len(load_run(run_path).trajectories) == 1
+    checks.check_invariants(run_path)
 
 
 async def test_a_unit_under_which_three_workers_died_is_given_up(run_path: Path) -> None:
