@@ -220,7 +220,7 @@ class RayWorker:
             batch = reply.prepared
             if batch is not None and batch.commit.stem != self.stem:
                 self.stem = batch.commit.stem
-                # Polls go on: a slow disk must not end the lease.
+                # Keep polling: a slow disk must not end the lease.
                 self.committing = asyncio.create_task(self._commit(batch))
                 self.committing.add_done_callback(_ignore_outcome)
             return reply

@@ -217,7 +217,7 @@ class Worker:
             self._outcome.set_exception(error)
 
     async def close(self) -> Reply:
-        """Publish finished attempts and end. Polls go on meanwhile."""
+        """Publish finished attempts and end. The driver keeps polling meanwhile."""
         reply = Reply()
         try:
             await self._publisher.drain()
@@ -233,7 +233,7 @@ class Worker:
 
     async def abort(self) -> None:
         """Cancel all rollouts and wait for the end of their sandboxes."""
-        self.committed("the worker ends")  # nobody will answer
+        self.committed("the worker ends")  # no answer will come
         tasks = [*self._running, self._publishing]
         for task in tasks:
             task.cancel()

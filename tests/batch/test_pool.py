@@ -134,7 +134,7 @@ class ClosingActor(SimpleNamespace):
     """Replaces an actor handle: it closes after the answer to its batch, which is in each reply."""
 
     def __init__(self, prepared: Prepared) -> None:
-        answers: list[tuple[str | None, str | None]] = []
+        answers: list[tuple[str | None, ...]] = []
         answered = asyncio.Event()
 
         async def poll(wait_s: float) -> bytes:
@@ -147,7 +147,7 @@ class ClosingActor(SimpleNamespace):
             return msgspec.msgpack.encode(Reply(fault=fault, cause=cause))
 
         def committed(*outcome: str | None) -> None:
-            answers.append(outcome)  # type: ignore[arg-type]
+            answers.append(outcome)
             answered.set()
 
         names = {"poll": poll, "close": close, "committed": committed}

@@ -10,6 +10,8 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import msgspec
 import scripted_rows
@@ -48,6 +50,7 @@ async def main(path: str, epoch: int, worker: str, *attempts: str) -> None:
 
 
 if __name__ == "__main__":
-    if os.environ.get("HERMES_TEST_SUSPEND"):
-        CrashHook.die = lambda hook: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))
+    suspended = bool(os.environ.get("HERMES_TEST_SUSPEND"))
+    stop = patch.object(CrashHook, "die", lambda hook: os.kill(os.getpid(), signal.SIGSTOP))
+    with stop if suspended else nullcontext():
+        asyncio.run(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))
