@@ -11,7 +11,6 @@ from hermes_rl.text import clean, to_json
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
 from hermes_rl.tools.file_kinds import kind_of
 from hermes_rl.tools.shell import read_bytes
-from hermes_rl.tools.web_fetch import FETCH_S, Fetcher
 
 VISION_ANALYZE = "vision_analyze"
 MAX_IMAGE_BYTES = 3_900_000
@@ -68,6 +67,8 @@ async def _read(ctx: ToolContext, source: str) -> str:
                 "addresses cannot be read without web tools: save the image to a file, and give "
                 "its path"
             )
+        from hermes_rl.tools.web_fetch import FETCH_S, Fetcher
+
         page = await Fetcher().fetch(source, min(FETCH_S, ctx.max_timeout_s))
         return image_url(page.body, len(page.body))
     file = await read_bytes(ctx, source, MAX_IMAGE_BYTES)

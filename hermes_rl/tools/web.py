@@ -9,14 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import ToolError
 from hermes_rl.text import clean, decode_json, mask, one_line, scrub, strip_ansi, to_json
 from hermes_rl.tools.base import ToolContext, ToolResult, schema, tool
-from hermes_rl.tools.web_fetch import FETCH_S, Fetcher, Page
+
+if TYPE_CHECKING:
+    from hermes_rl.tools.web_fetch import Page
 
 WEB_EXTRACT, WEB_SEARCH = "web_extract", "web_search"
 MAX_URLS = 5
@@ -36,6 +36,8 @@ _TEXTS = ("application/json", "application/xml", "application/javascript", "appl
 @tool(name=WEB_EXTRACT, **schema(WEB_EXTRACT), toolset="web", parallel=True)
 async def _web_extract(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {pages}: {url, title, content, truncated} or {url, error} for each URL."""
+    from hermes_rl.tools.web_fetch import FETCH_S
+
     urls = [clean(url) for url in args["urls"]]
     limit = args.get("char_limit") or MAX_PAGE_CHARS
     if not 0 < len(urls) <= MAX_URLS:
@@ -53,6 +55,8 @@ async def _web_extract(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 
 
 async def _fetched(url: str, seconds: float) -> Page | str:
+    from hermes_rl.tools.web_fetch import Fetcher
+
     try:
         return await Fetcher().fetch(url, seconds)
     except ToolError as error:
@@ -212,6 +216,10 @@ def _provider() -> Provider | None:
 @tool(name=WEB_SEARCH, **schema(WEB_SEARCH), toolset="web", parallel=True)
 async def _web_search(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
     """Return {results}: {title, url, text} for each."""
+    import aiohttp
+
+    from hermes_rl.tools.web_fetch import FETCH_S
+
     provider, query = _provider(), one_line(clean(args["query"]))
     if provider is None:
         raise ToolError(str(_lacks_key()))
@@ -234,6 +242,8 @@ async def _web_search(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
 
 async def _answer(provider: Provider, secret: str, query: str, limit: int) -> Any:
     """Raises: ToolError, aiohttp.ClientError, OSError, ValueError."""
+    import aiohttp
+
     header, _, prefix = provider.header.partition(": ")
     asking = provider.request(query, limit)
     # No redirects: one could lead the key elsewhere.

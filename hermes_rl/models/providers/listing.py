@@ -12,7 +12,6 @@ from hermes_rl.errors import AuthError, ModelError, Outage
 from hermes_rl.models.client import dialect_for
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.errors import classify_response
-from hermes_rl.models.transports import exchange
 from hermes_rl.text import decode_json
 
 _LIST_S = 5.0
@@ -43,6 +42,8 @@ async def read_windows(endpoint: Endpoint) -> dict[str, int]:
 
 async def _get_rows(endpoint: Endpoint, url: str) -> list[dict[str, Any]]:
     """The objects in the list `data` of a JSON page, or the page itself; empty without them."""
+    from hermes_rl.models.transports import exchange
+
     headers = dialect_for(endpoint).headers(endpoint.api_key)
     async with asyncio.timeout(_LIST_S):
         answer = await exchange(endpoint, url, headers)
@@ -78,6 +79,8 @@ async def list_models(endpoint: Endpoint, *, seconds: float = _LIST_S) -> tuple[
         Outage: the endpoint does not answer within `seconds`.
         AuthError: the key is refused, or the certificate is not trusted.
     """
+    from hermes_rl.models.transports import exchange
+
     endpoint.check()
     headers = dialect_for(endpoint).headers(endpoint.api_key)
     try:

@@ -61,13 +61,13 @@ from hermes_rl.models.tokens import (
     read_token_ids,
     sampling_of,
 )
-from hermes_rl.models.transports import PlainAnswer, exchange
 from hermes_rl.models.wire import VERSION_HEADERS, ReplyHead, bearer_headers, read_chat_usage
 from hermes_rl.text import decode_json, encode_json
 from hermes_rl.usage import Usage
 
 if TYPE_CHECKING:
     from hermes_rl.models.tokens import Renderer
+    from hermes_rl.models.transports import PlainAnswer
 
 MAX_TOKENS = 64
 """Output limit of each call; a model that reasons first may still answer."""
@@ -158,6 +158,8 @@ _VERSION = "policy_version|weight_version|choices.0.weight_version|meta_info.wei
 
 async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> PlainAnswer:
     """POST a JSON body and return the answer. Raises: ModelError."""
+    from hermes_rl.models.transports import exchange
+
     headers = bearer_headers(endpoint.api_key)
     answer = await exchange(endpoint, endpoint.url(path), headers, encode_json(form))
     if answer.status != 200:
