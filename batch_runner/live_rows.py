@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from batch_runner.plan import Unit, UnitReader
+from hermes_rl.errors import StoreError
 from hermes_rl.identity import group_id
 from hermes_rl.ports import WorkItem
 from hermes_rl.record import Segment
@@ -24,6 +25,7 @@ from hermes_rl.store import (
     Place,
     Run,
     RunDir,
+    decode_line,
     decode_metrics,
     decode_row,
     schema_of,
@@ -280,8 +282,11 @@ class MemberRows:
 
 
 def _read_line(file: int, offset: int) -> dict[str, Any]:
-    """Read one line of a `done` file: `LENGTH CRC32 JSON`."""
+    """Read one line of a `done` file, which is durable. Raises: StoreError for damage."""
     head = os.pread(file, _HEAD_BYTES, offset).split(b" ", 2)
-    start = offset + len(head[0]) + len(head[1]) + 2
-    line: dict[str, Any] = msgspec.json.decode(os.pread(file, int(head[0]), start))
+    length = len(head[0]) + len(head[1]) + 2 + int(head[0]) + 1
+    payload = decode_line(os.pread(file, length, offset))
+    if payload is None:
+        raise StoreError(f"a finished row of the journal is damaged (byte {offset})")
+    line: dict[str, Any] = msgspec.json.decode(payload)
     return line

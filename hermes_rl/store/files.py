@@ -2,7 +2,8 @@
 
 A published file is whole or absent: temporary name, fsync, rename, fsync of the folder. A journal
 file is only appended to. Each of its lines is `LENGTH CRC32 JSON\\n`: the length of the JSON in
-bytes, and 8 hex digits of checksum.
+bytes, and 8 hex digits of checksum. Instead of a long JSON there is `=SYNCED BASE64`, the same
+compressed by zlib; versions that do not know that cannot take it for a line without rows.
 
 A kill leaves an incomplete last line, without its newline. A power loss loses pages that were not
 yet on disk: they read as zeros, even before later pages. Any other bad line is damage and is
@@ -12,6 +13,7 @@ them are damage, too.
 
 from __future__ import annotations
 
+import binascii
 import errno
 import hashlib
 import os
@@ -37,13 +39,32 @@ class DamagedFile(StoreError):
         self.path = path
 
 
+PACKED_BYTES = 1024
+"""Longer JSON is compressed: rows become a third of their size."""
+
+
+def pack(payload: bytes) -> bytes:
+    """The JSON of a line, compressed if it is long. Releases the GIL for long ones."""
+    if len(payload) < PACKED_BYTES or payload.startswith(b"="):
+        return payload
+    return b"=" + binascii.b2a_base64(zlib.compress(payload, 1), newline=False)
+
+
+def _unpack(payload: bytes) -> bytes:
+    """Raises: ValueError and zlib.error when it is damaged."""
+    if not payload.startswith(b"="):
+        return payload
+    synced, _, packed = payload[1:].partition(b" ")
+    return add_synced(zlib.decompress(binascii.a2b_base64(packed)), int(synced))
+
+
 def encode_line(payload: bytes) -> bytes:
     """A framed line for a payload without raw newlines."""
     return b"%d %08x %b\n" % (len(payload), zlib.crc32(payload), payload)
 
 
 def decode_line(line: bytes) -> bytes | None:
-    """The payload of a line with its newline; None when it is incomplete or damaged."""
+    """The JSON of a line with its newline; None when it is incomplete or damaged."""
     head, _, rest = line.partition(b" ")
     checksum, _, body = rest.partition(b" ")
     if not body.endswith(b"\n") or not head.isdigit() or len(checksum) != 8:
@@ -51,9 +72,9 @@ def decode_line(line: bytes) -> bytes | None:
     payload = body[:-1]
     try:
         sound = len(payload) == int(head) and zlib.crc32(payload) == int(checksum, 16)
-    except ValueError:
+        return _unpack(payload) if sound else None
+    except (ValueError, zlib.error):
         return None
-    return payload if sound else None
 
 
 class _Synced(msgspec.Struct):
@@ -131,7 +152,9 @@ def check_digest(content: bytes) -> bytes:
 
 
 def add_synced(payload: bytes, synced: int) -> bytes:
-    """Add the number of bytes on disk to a JSON object."""
+    """Add the number of bytes on disk to a JSON object, or to a packed one."""
+    if payload.startswith(b"="):
+        return b"=%d %b" % (synced, payload[1:])
     return b'{"synced":%d,' % synced + payload[1:] if synced else payload
 
 
@@ -272,8 +295,12 @@ class AppendFile:
         self._point = point
 
     def append(self, payload: bytes) -> None:
-        """Append one framed line: plain write(2), no fsync. Raises: DiskFull."""
-        line = encode_line(add_synced(payload, self.synced))
+        """Append one framed line: plain write(2), no fsync. Raises: DiskFull.
+
+        Args:
+            payload: JSON, or what `pack` made of it.
+        """
+        line = encode_line(add_synced(pack(payload), self.synced))
         if self._crash.due(f"{self._point}-torn"):
             os.write(self._fd, line[: len(line) // 2])
             self._crash.die()

@@ -8,6 +8,7 @@ and become parts once sealed. Each is only appended to, by the process that crea
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import time
@@ -17,17 +18,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from hermes_rl.aio import in_thread, to_end
 from hermes_rl.errors import StoreError
-from hermes_rl.events import AttemptKey, Begun, Event, Redacted, TokensAdded
+from hermes_rl.events import AttemptKey, Begun, Event, Redacted, TokensAdded, ToolsOffered
 from hermes_rl.locks import try_lock
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.store.commit import Prepared, commit_batch, prepare_batch
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.files import AppendFile
+from hermes_rl.store.files import AppendFile, pack
 from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.rows import Derived, Finished, Place, without_secrets
 from hermes_rl.store.rundir import RunDir, epoch_of
@@ -149,12 +151,24 @@ class Batch:
     """time.monotonic() of the first row."""
 
 
+class SameTools(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="same_tools"):
+    """The tools of an earlier attempt of the same file: most attempts have the same."""
+
+    of: str
+    """`tools_digest` of their event."""
+
+
+def tools_digest(event: ToolsOffered) -> str:
+    """Names the tools of an attempt within a file."""
+    return hashlib.sha256(encode(event)).hexdigest()[:16]
+
+
 class LiveLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a live file."""
 
     a: int
     """Number of the attempt in this writer; its `begun` event has the key."""
-    e: Event
+    e: Event | SameTools
 
 
 class EventFiles:
@@ -215,23 +229,36 @@ class EventFiles:
 
 
 class _LiveRecorder:
-    """Appends the events of one attempt."""
+    """Appends the events of one attempt.
 
-    def __init__(self, file: AppendFile, number: int) -> None:
+    Args:
+        tools: digests of the tools that the file has.
+    """
+
+    def __init__(self, file: AppendFile, number: int, tools: set[str]) -> None:
         self._file = file
         self._number = number
+        self._tools = tools
         self._redacted = False
 
     def record(self, event: Event) -> None:
         if self._redacted and isinstance(event, TokensAdded):
             return
         clean = SECRETS.scrub_record(event)
-        self._append(clean)
+        if isinstance(clean, ToolsOffered):
+            self._append_tools(clean)
+        else:
+            self._append(clean)
         if clean is not event and not self._redacted:
             self._redacted = True
             self._append(Redacted())
 
-    def _append(self, event: Event) -> None:
+    def _append_tools(self, event: ToolsOffered) -> None:
+        digest = tools_digest(event)
+        self._append(SameTools(of=digest) if digest in self._tools else event)
+        self._tools.add(digest)
+
+    def _append(self, event: Event | SameTools) -> None:
         self._file.append(encode(LiveLine(a=self._number, e=event)))
 
 
@@ -276,6 +303,10 @@ class GroupSync:
         self._run_dir.crash("attempt-4-synced")
 
 
+LARGE_BYTES = 65536
+"""Rows that are compressed in a thread, so that other rollouts need not wait."""
+
+
 class JournalWriter:
     """The journal of one writer, EPOCH-WORKER. An async context manager.
 
@@ -307,6 +338,8 @@ class JournalWriter:
         self._sequence = 0
         self._batch: Batch | None = None
         self._live = EventFiles(self._path, "live", run_dir.crash, "attempt-2-live")
+        self._tools: WeakKeyDictionary[AppendFile, set[str]] = WeakKeyDictionary()
+        """Live file -> digests of the tools that it has."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         self._sync = GroupSync(run_dir, self._pool)
         self._sealing = asyncio.Lock()
@@ -346,7 +379,8 @@ class JournalWriter:
 
     def recorder(self, key: AttemptKey) -> Recorder:
         """Return the recorder of one attempt. Its first event must be `Begun`."""
-        return _LiveRecorder(*self._live.begin(key))
+        file, number = self._live.begin(key)
+        return _LiveRecorder(file, number, self._tools.setdefault(file, set()))
 
     async def finish(self, rows: Finished | Derived) -> Place:
         """Write the rows of a finished attempt, or derived ones, without secrets of this process;
@@ -355,11 +389,13 @@ class JournalWriter:
         After a cancellation the rows may still be durable: recovery finds them.
         Raises: DiskFull (nothing was written, the attempt is not finished).
         """
-        batch = self._batch
-        if batch is None:
-            raise StoreError(f"writer {self.writer} is closed")
+        self._require_batch()
+        payload = encode(without_secrets(rows))
+        if len(payload) >= LARGE_BYTES:
+            payload = await in_thread(pack, payload)
+        batch = self._require_batch()  # the other may have been sealed
         place = Place(stem=batch.stem, offset=batch.file.size)
-        batch.file.append(encode(without_secrets(rows)))
+        batch.file.append(payload)
         batch.rows += 1
         if isinstance(rows, Finished):
             batch.attempts.append(rows.key)
@@ -368,6 +404,11 @@ class JournalWriter:
             self.full.set()
         await self._sync.durable(batch.file)
         return place
+
+    def _require_batch(self) -> Batch:
+        if self._batch is None:
+            raise StoreError(f"writer {self.writer} is closed")
+        return self._batch
 
     async def seal(self) -> Batch | None:
         """Seal the open batch and open the next. Returns None when it is empty."""

@@ -18,12 +18,18 @@ from typing import Any
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.events import AttemptKey, Begun, Ended, Event
+from hermes_rl.events import AttemptKey, Begun, Ended, Event, ToolsOffered
 from hermes_rl.ports import Receipt
 from hermes_rl.store.commit import Commit, part_fault, publish_batch, read_commit, read_commits
 from hermes_rl.store.derived import recover_pending_rows
 from hermes_rl.store.files import AppendFile, DamagedFile, read_payloads
-from hermes_rl.store.journal import Dispatched, LiveLine, decode_lines
+from hermes_rl.store.journal import (
+    Dispatched,
+    LiveLine,
+    SameTools,
+    decode_lines,
+    tools_digest,
+)
 from hermes_rl.store.ledger import Ledger
 from hermes_rl.store.rows import (
     RECEIPT_COLUMNS,
@@ -232,13 +238,16 @@ class Recovery:
         """The lost attempts of a live file. Without a `done` line an attempt counts as lost, even
         if it has an end."""
         at = path.stat().st_mtime
-        attempts: dict[int, list[Event]] = {}
+        attempts, tools = dict[int, list[Event]](), dict[str, ToolsOffered]()
         for line in decode_lines(read_payloads(path, strict=self._strict), _decode_live):
-            if isinstance(line.e, Begun):
-                if is_lost(line.e.key):
-                    attempts[line.a] = [line.e]
-            elif line.a in attempts and not isinstance(line.e, Ended):
-                attempts[line.a].append(line.e)
+            event = tools.get(line.e.of) if isinstance(line.e, SameTools) else line.e
+            if isinstance(event, ToolsOffered):
+                tools[tools_digest(event)] = event
+            if isinstance(event, Begun):
+                if is_lost(event.key):
+                    attempts[line.a] = [event]
+            elif line.a in attempts and event is not None and not isinstance(event, Ended):
+                attempts[line.a].append(event)
         for events in attempts.values():
             yield self._row(events, cause, at)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -106,7 +107,7 @@ async def test_files_of_finished_work_are_removed_while_other_work_is_open(run_p
         open_derived_writer(driver.run_dir, driver.epoch) as writer,
     ):
         folder = run_path / "journal" / "1-derived0"
-        long = [msgspec.structs.replace(grade(n), error="x" * 2**20) for n in range(34)]
+        long = [msgspec.structs.replace(grade(n), error=token_hex(700_000)) for n in range(34)]
         pending = [writer.begin(Derived(grades=(one,))) for one in long]
         assert len(list(folder.glob("asked-*"))) == 3
         for work in pending[1:]:
