@@ -15,6 +15,7 @@ from hermes_rl.errors import (
     ConnectionLost,
     ModelError,
     ModelTimeout,
+    Overloaded,
     ProtocolError,
     ServerError,
     UserError,
@@ -49,6 +50,10 @@ def connect(endpoint: Endpoint, dialect: Dialect | None = None) -> ModelClient:
     """
     endpoint.check()
     return WireClient(endpoint, dialect or dialect_for(endpoint), _transport(endpoint))
+
+
+_CUT = (ConnectionLost, ModelTimeout, ProtocolError, ServerError, Overloaded)
+"""Errors within an answer whose beginning may be kept."""
 
 
 class _TooLong(ProtocolError):
@@ -122,7 +127,7 @@ class WireClient:
                 with streamed.errors_with_text(decoder), _gateway_answers_as_outages(head, start):
                     try:
                         await self._read(reply, decoder, start)
-                    except (ConnectionLost, ModelTimeout, ProtocolError):
+                    except _CUT:
                         if (so_far := decoder.cut_off()) is None:
                             raise
                         return so_far

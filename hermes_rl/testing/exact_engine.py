@@ -36,6 +36,7 @@ from hermes_rl.messages import AssistantMessage, from_openai, to_openai
 from hermes_rl.models.tokens import Renderer, find_parser, load_renderer
 from hermes_rl.testing.dialects.chat import ChatServer
 from hermes_rl.testing.exact_engine_model import (
+    END_LOGIT,
     AnswerTokenizer,
     LogprobsOf,
     Policy,
@@ -55,6 +56,7 @@ from hermes_rl.testing.exact_engine_wires import (
     EngineAnswer,
     EngineRequest,
     InvalidRequest,
+    StreamForm,
     Wire,
     read_request,
 )
@@ -90,6 +92,8 @@ class ExactConfig:
     """The end-of-turn token."""
     ends: tuple[str, ...] = ("<|endoftext|>",)
     """Further tokens that it stops at, if the vocabulary has them."""
+    end_logit: float = END_LOGIT
+    """Of the end token in free answers: lower means longer ones."""
     header: str = "<|im_start|>assistant\n"
     """The text that opens an assistant turn in a prompt."""
     seed: int = 0
@@ -112,6 +116,10 @@ class ExactConfig:
     """Duration of each answer."""
     token_s: float = 0.0
     """Further duration per token."""
+    stream_form: StreamForm = "cumulative"
+    """What the events of SGLang's streams repeat."""
+    close_anywhere: bool = False
+    """A closed stream ends after any of its bytes; every other one as if it were complete."""
     refuse_paused: bool = False
     """Refuse requests during a pause with 503."""
     log: Path | None = None
@@ -142,7 +150,7 @@ class ExactEngine(Server):
         end = added[config.end]
         self._ends = frozenset((end, *(added[text] for text in config.ends if text in added)))
         self._answers = AnswerTokenizer(self.vocabulary, end, config.split)
-        self._policy = Policy(self.vocabulary, config.seed, end)
+        self._policy = Policy(self.vocabulary, config.seed, end, config.end_logit)
         self._prompt_counts: Counter[bytes] = Counter()
         self._cached: set[bytes] = set()
         self._remainders: dict[bytes, list[tuple[Sampled | None, float]]] = {}
@@ -385,12 +393,16 @@ class ExactEngine(Server):
         headers: dict[str, str], *, whole: bool,
     ) -> None:  # fmt: skip
         """Send events; a stream that breaks off has those of the tokens so far."""
-        texts = [b"data: " + msgspec.json.encode(event) + b"\n\n" for event in wire.events(answer)]
-        parts = (*texts, b"data: [DONE]\n\n") if whole else texts[:-1]  # without the usage
-        body = b"".join(parts)
-        sent = {**headers, "content-type": "text/event-stream"}
-        cut = None if whole else len(body) + 1
-        connection.send(head(200, sent, cut or len(body)) + body, last=whole)
+        events = wire.events(answer, self.config.stream_form, whole=whole)
+        body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+        sent, clean = {**headers, "content-type": "text/event-stream"}, False
+        if whole:
+            body += b"data: [DONE]\n\n"
+        elif self.config.close_anywhere:
+            random = Random(f"{self.config.seed} {answer.request_id}")
+            body, clean = body[: random.randint(0, len(body))], random.random() < 0.5
+        size = len(body) + (not whole and not clean)
+        connection.send(head(200, sent, size) + body, last=whole)
         if not whole:
             connection.close()
 

@@ -52,7 +52,7 @@ CANDIDATES = 16
 CUT_OFF = -9999.0
 """vLLM's value for minus infinity."""
 
-_END_LOGIT = 0.5
+END_LOGIT = 0.5
 _SPREAD = 5.0
 """Width of the band around 0 with the logits of candidates."""
 _FREE_TOKENS = 64
@@ -168,10 +168,13 @@ class Policy:
     Args:
         seed: each seed is another model.
         end_id: the end token of free answers.
+        end_logit: its logit.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seed: int, end_id: int) -> None:
-        self._ordinary, self._end = vocabulary.ordinary, end_id
+    def __init__(
+        self, vocabulary: Vocabulary, seed: int, end_id: int, end_logit: float = END_LOGIT
+    ) -> None:
+        self._ordinary, self._end, self._end_logit = vocabulary.ordinary, end_id, end_logit
         self._key = struct.pack("<q", seed)
 
     def start(self, prompt: Sequence[int]) -> bytes:
@@ -190,7 +193,7 @@ class Policy:
             forced: a token that must have weight there.
         """
         drawn = hashlib.blake2b(state, digest_size=4 * CANDIDATES).digest()
-        found: dict[int, float] = {self._end: _END_LOGIT}
+        found: dict[int, float] = {self._end: self._end_logit}
         for number, height in struct.iter_unpack("<HH", drawn):
             found.setdefault(self._ordinary[number % len(self._ordinary)], _logit(height))
         if forced is not None and forced not in found:

@@ -12,10 +12,10 @@ November 2026.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,6 +57,13 @@ class EngineRequest:
     messages: tuple[Json, ...] = ()
     tools: tuple[Json, ...] = ()
     stream: bool = False
+    interval: int = 1
+    """Tokens between two events of a stream (SGLang)."""
+
+
+StreamForm = Literal["cumulative", "incremental", "mixed"]
+"""What SGLang's events repeat: all lists; none (`--incremental-streaming-output`); the logprobs
+alone (earlier versions)."""
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +121,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             after_sampling=bool(form.get(self.after_sampling)),
             messages=tuple(messages or ()),
             tools=tuple(form.get("tools") or ()),
-            stream=bool(form.get("stream")) and self.name == "vllm",
+            stream=bool(form.get("stream")) and self.name in ("vllm", "sglang"),
+            interval=int(form.get("stream_interval") or 1),
         )
 
     def _params(self, form: Json) -> Params:
@@ -132,19 +140,55 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             stop_ids=frozenset(form.get("stop_token_ids") or ()),
         )
 
-    def events(self, answer: EngineAnswer) -> Iterator[Json]:
-        """Yield the events of a streamed answer, each with one token; the last has the usage."""
-        whole, count = answer.sampled, len(answer.sampled.ids)
-        for n in range(count):
-            last = n + 1 == count and whole.finish != "abort"
-            part = msgspec.structs.replace(
-                whole.part(n, n + 1), finish=whole.finish if last else None,
-                stop_id=whole.stop_id if last else None,
-            )  # fmt: skip
-            event = self.write(replace(answer, sampled=part, by_token=answer.by_token and last))
-            event["usage"] = None
+    def events(self, answer: EngineAnswer, form: StreamForm, *, whole: bool) -> Iterator[Json]:
+        """Yield the events of a streamed answer.
+
+        Args:
+            whole: it was not cut off by a closed connection.
+        """
+        if self.name == "sglang":
+            yield from self._sglang_events(answer, form, whole=whole)
+            return
+        for n in range(len(answer.sampled.ids)):
+            yield self._event(answer, n, n + 1)
+        if whole:
+            yield {"id": answer.request_id, "choices": [], "usage": self.write(answer)["usage"]}
+
+    def _event(self, answer: EngineAnswer, start: int, end: int) -> Json:
+        """Return an event with these tokens; one with the last token is that of the end."""
+        sampled = answer.sampled
+        last = end == len(sampled.ids) and sampled.finish != "abort"
+        part = msgspec.structs.replace(
+            sampled.part(start, end), finish=sampled.finish if last else None,
+            stop_id=sampled.stop_id if last else None,
+        )  # fmt: skip
+        event = self.write(replace(answer, sampled=part, by_token=answer.by_token and last))
+        return {**event, "usage": None} if "usage" in event else event
+
+    def _sglang_events(
+        self, answer: EngineAnswer, form: StreamForm, *, whole: bool
+    ) -> Iterator[Json]:
+        every, count, sent = answer.request.interval, len(answer.sampled.ids), 0
+        for n in range(1, count + 1):
+            if n % every != (1 if every > 1 else 0) and not (whole and n == count):
+                continue
+            spans = [(v, min(end, n)) for v, end in answer.versions]
+            starts = (0, *(end for _, end in spans))
+            named = tuple(s for s, start in zip(spans, starts, strict=False) if start < s[1])
+            version = answer.version and named[-1][0]
+            event = self._event(replace(answer, versions=named, version=version), 0, n)
+            meta = event["meta_info"]
+            if answer.by_token and answer.version is not None:
+                meta["weight_versions"] = _version_spans(named)
+            if meta["finish_reason"]["type"] is None:
+                done = whole and n == count
+                meta["finish_reason"] = {"type": answer.sampled.finish} if done else None
+            if form != "cumulative":
+                event["output_ids"] = event["output_ids"][sent:]
+            if form == "incremental" and "output_token_logprobs" in meta:
+                meta["output_token_logprobs"] = meta["output_token_logprobs"][sent:]
+            sent = n
             yield event
-        yield {"id": answer.request_id, "choices": [], "usage": self.write(answer)["usage"]}
 
     def write(self, answer: EngineAnswer) -> Json:
         """Return the body of an answer."""
@@ -156,6 +200,12 @@ def _ids(value: Any, name: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(v) is int for v in value):
         raise InvalidRequest(f"{name} must be a list of token ids")
     return tuple(value)
+
+
+def _version_spans(versions: Sequence[tuple[str | None, int]]) -> list[Json]:
+    starts = (0, *(end for _, end in versions))
+    pairs = zip(starts, versions, strict=False)
+    return [{"version": version, "start": start, "end": end} for start, (version, end) in pairs]
 
 
 _FINISH = {"stop": "eos", "length": "limit"}
@@ -222,14 +272,7 @@ class EngineAnswer:
         elif stop_id is not None:
             yield "matched", stop_id
         if self.version is not None and self.by_token:
-            starts = (0, *(end for _, end in self.versions))
-            yield (
-                "weight_versions",
-                [
-                    {"version": version, "start": start, "end": end}
-                    for start, (version, end) in zip(starts, self.versions, strict=False)
-                ],
-            )
+            yield "weight_versions", _version_spans(self.versions)
         if request.ids:
             for prefix in ("", f"{self.spelling}_"):
                 yield f"{prefix}prompt_ids", list(self.prompt)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hermes_rl.errors import ConnectionLost, ProtocolError, UserError
+from hermes_rl.errors import ConnectionLost, ModelError, ModelTimeout, ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage, Message
 from hermes_rl.models.base import (
     OUTPUT_LIMITS,
@@ -210,6 +210,8 @@ def _alike(one: Tools, other: Tools) -> bool:
     return one is other or one == other
 
 
+_GATEWAY_LOST = (502, 504)
+"""What a proxy answers when the engine closed the connection, or was too slow for it."""
 _RESERVED = ("stop", "n", "stream", "echo", "prompt", "input_ids", "token_ids", "return_token_ids")
 """Body fields that only this client may set."""
 
@@ -370,8 +372,9 @@ class TokenClient(_ExactClient):
                     on_delta=None,
                 )
             )
-        except ConnectionLost as error:
-            self._streams |= error.served  # so that the next one that breaks off can continue
+        except ModelError as error:  # so that the next one that breaks off can continue
+            lost = isinstance(error, ConnectionLost | ModelTimeout) and error.served
+            self._streams |= lost or error.status in _GATEWAY_LOST
             raise
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from hermes_rl.errors import ProtocolError
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.tokens.logprobs import LOWEST
@@ -78,8 +80,11 @@ class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     with_logprobs: Json
     """What requests logprobs."""
     streamed: Json | None = None
-    """What requests a stream, each event of which has the next tokens in the form of an answer;
-    None for a route that is not streamed."""
+    """What requests a stream, each event of which has the form of an answer; None for a route that
+    is not streamed."""
+    pieces: tuple[str, ...] = ()
+    """The places of a stream's lists, that of the token ids last. An event has their next elements,
+    or repeats them from the beginning."""
     likely_count: str
     """The place of the number of likeliest tokens that are requested for each position."""
     unlimited: int | None = None
@@ -93,7 +98,8 @@ class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     read: dict[str, str]
     """Value of an answer -> its place. `required`: an object without which nothing can be checked.
     `named`: the ids that the logprobs belong to. `matched`: the end token at which it stopped,
-    which some versions leave out of `ids` but not of `named`."""
+    which some versions leave out of `ids` but not of `named`. `refused`: the status of a refusal,
+    which a stream has in place of an answer."""
     counts: dict[str, str]
     """Field of `Usage` -> its place, where `usage` is absent or incomplete."""
     finish: dict[str, str] | None = None
@@ -191,7 +197,8 @@ class TokenWire:
 
         context = AnswerContext(head, self._secrets)
         if "event-stream" in head.headers.get("content-type", ""):
-            return _TokenStream(context, partial(self._completion, context=context, prompt=prompt))
+            read_whole = partial(self._completion, context=context, prompt=prompt)
+            return _TokenStream(context, self._route, read_whole)
         return BodyDecoder(context, read)
 
     def _pick(self, form: Any, name: str) -> Any:
@@ -285,55 +292,106 @@ class TokenWire:
 
 
 class _TokenStream(EventDecoder):
-    """A streamed answer of vLLM's completions. One that breaks off has the tokens so far, and the
-    finish reason `abort`.
+    """A streamed answer. One that breaks off has the tokens so far, and the finish reason `abort`.
 
     Args:
         read: reads an answer that came whole.
     """
 
-    def __init__(self, context: AnswerContext, read: Callable[[Json], Completion]) -> None:
+    def __init__(
+        self, context: AnswerContext, route: TokenRoute, read: Callable[[Json], Completion]
+    ) -> None:
         super().__init__(context)
-        self._read, self._form = read, Json()
-        self._choice: Json = {"token_ids": []}
+        self._route, self._read, self._form = route, read, Json()
+        self._version: Any = None
+        """Named by the last event."""
 
     in_call = False
 
+    def finish(self) -> Completion:
+        """See `Decoder.finish`. A proxy may end a stream that it did not receive to its end."""
+        if not self.done:
+            with suppress(ProtocolError):  # within an event
+                for data in self._events.close():
+                    self._take(data)
+        return self._answer()
+
     def cut_off(self) -> Completion | None:
-        """See `EventDecoder.cut_off`."""
-        if not self._choice["token_ids"] or self._choice.get("finish_reason") is not None:
+        """See `EventDecoder.cut_off`. Without its end mark alone, the answer is complete."""
+        if not any(pick(self._form, place) for place in self._route.pieces):
             return None
-        self._choice["finish_reason"] = "abort"
+        if pick(self._form, self._route.read["finish"]) is not None:
+            return self._whole()
+        _put(self._form, self._route.read["finish"].rpartition("|")[2], "abort")
         # The engine may have sampled more than arrived: what it billed is unknown.
-        return replace(self._answer(), usage=None, usage_raw=None)
+        return replace(self._whole(), usage=None, usage_raw=None)
 
     def _take(self, data: bytes) -> None:
         if data.strip() == DONE:
             self.done = True
             return
-        chunk = self._context.parse(msgspec.json.decode, data)
-        if chunk.get("error"):
-            raise self._context.error_in_answer(chunk["error"])
-        choice = (chunk.pop("choices", None) or [{}])[0]
-        self._form |= {name: value for name, value in chunk.items() if value is not None}
-        self._choice["token_ids"] += choice.pop("token_ids", None) or []
-        there = self._choice.setdefault("logprobs", {})
-        for name, values in (choice.pop("logprobs", None) or {}).items():
-            there[name] = there.get(name, []) + (values or [])
-        self._choice |= {name: value for name, value in choice.items() if value is not None}
+        event, read = self._context.parse(msgspec.json.decode, data), self._route.read
+        if not isinstance(event, dict):
+            raise self._context.unreadable_error(f"not an event of {self._route.name}")
+        error = event.get("error")
+        if pick(event, read.get("refused", "")) is not None:
+            error = pick(event, "meta_info.finish_reason")
+        if error:
+            raise self._context.error_in_answer(error)
+        before = {place: pick(self._form, place) for place in self._route.pieces}
+        _overlay(self._form, event)
+        total = count_of(pick(event, self._route.counts["output_tokens"]))
+        for place, earlier in before.items():
+            if isinstance(earlier, list) and earlier:
+                new = pick(event, place)
+                new = new if isinstance(new, list) else []
+                _put(self._form, place, self._joined(earlier, new, total))
+        self._version = pick(event, read["version"])
+
+    def _joined(self, earlier: list[Any], new: list[Any], total: int | None) -> list[Any]:
+        """Return a list with the elements of an event. SGLang's events repeat all lists, none
+        (`--incremental-streaming-output`), or the logprobs alone (earlier versions); the number of
+        tokens so far tells, and for ids those beside the logprobs.
+
+        Args:
+            total: tokens so far; None if only the last event counts them.
+        """
+        if total is None or not new:
+            return earlier + new
+        named = _named_ids(pick(self._form, self._route.read["named"])) or []
+        for ids in (named, named[:-1]):  # some versions leave the end token out
+            for joined in (new, earlier + new):
+                if joined == ids:
+                    return joined
+        return new if len(new) == total else earlier + new
 
     def _answer(self) -> Completion:
-        if self._choice.get("finish_reason") is None:
-            if (answer := self.cut_off()) is not None:
-                return answer
-            raise self._context.truncated_error()
-        answer = self._read({**self._form, "choices": [self._choice]})
+        if pick(self._form, self._route.read["finish"]) is not None:
+            return self._whole()
+        if (answer := self.cut_off()) is not None:
+            return answer
+        raise self._context.truncated_error()
+
+    def _whole(self) -> Completion:
+        answer = self._read(self._form)
+        if answer.tokens and answer.tokens.versions:
+            return answer
         # The headers came before the tokens: what they name is not the version of all of them.
-        return (
-            answer
-            if answer.tokens and answer.tokens.versions
-            else replace(answer, policy_version=None)
-        )
+        return replace(answer, policy_version=None if self._version is None else str(self._version))
+
+
+def _overlay(form: Json, event: Json) -> None:
+    """Replace the values of an answer by those of an event that are not null."""
+    for name, value in event.items():
+        known = form.get(name)
+        if isinstance(value, dict) and isinstance(known, dict):
+            _overlay(known, value)
+        elif name == "choices" and known and isinstance(value, list):
+            for choice, more in zip(known, value, strict=False):
+                if isinstance(choice, dict) and isinstance(more, dict):
+                    _overlay(choice, more)
+        elif value is not None:
+            form[name] = value
 
 
 def pick(form: Any, places: str) -> Any:
@@ -361,7 +419,7 @@ def pick(form: Any, places: str) -> Any:
 def _put(form: Json, place: str, value: Any) -> None:
     *parents, name = place.split(".")
     for parent in parents:
-        form = form.setdefault(parent, {})
+        form = form[int(parent)] if isinstance(form, list) else form.setdefault(parent, {})
     form[name] = value
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hermes_rl.errors import ModelAborted, ModelError, ProtocolError
+from hermes_rl.errors import BadRequest, ModelAborted, ModelError, ProtocolError
 from hermes_rl.models import Completion, Conversation, ModelRequest
 from hermes_rl.models.tokens import ROUTES, TokenWire
 from hermes_rl.models.wire import ReplyHead
@@ -159,3 +159,81 @@ def test_abort_is_reported_per_engine(wire):
     )
     assert read(wire, form).finish_reason == "abort"
     assert ModelAborted.transient  # what a caller makes of it is tried again
+
+
+def events(
+    wire: str, *forms: object, cut: int | None = None, end: bool = True
+) -> Completion | None:
+    """What is read of a stream that ends after `cut` bytes."""
+    parts = [b"data: " + json.dumps(form).encode() + b"\n\n" for form in forms]
+    body = b"".join((*parts, *([b"data: [DONE]\n\n"] if end else [])))
+    decoder = TokenWire(wire).decoder(REQUEST, ReplyHead({"content-type": "text/event-stream"}))
+    decoder.feed(body[:cut])
+    if cut is None or decoder.done:
+        return decoder.finish()
+    return decoder.cut_off()
+
+
+def sglang_events(count: int, form: str, *, trimmed: bool = False) -> list[dict]:
+    """A stream of SGLang; its last id is the end token 8."""
+    ids = [*(7,) * (count - 1), 8]
+    triples = [[-(n + 1) / 8, token, None] for n, token in enumerate(ids)]
+    made = []
+    for n in range(1, count + 1):
+        last = n == count
+        shown = ids[:n] if form == "cumulative" else ids[n - 1 : n]
+        made.append(
+            {
+                "output_ids": shown[:-1] if last and trimmed else shown,
+                "meta_info": {
+                    "completion_tokens": n,
+                    "prompt_tokens": 3,
+                    "weight_version": "3",
+                    "finish_reason": {"type": "stop", "matched": 8} if last else None,
+                    "output_token_logprobs": triples[n - 1 : n]
+                    if form == "incremental"
+                    else triples[:n],
+                },
+            }
+        )
+    return made
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("form", ["cumulative", "incremental", "mixed"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_sglang_streams_of_every_form_are_read_up_to_the_byte_where_they_end(form, count, trimmed):
+    forms = sglang_events(count, form, trimmed=trimmed)
+    ids = (*(7,) * (count - 1), 8)
+    logprobs = tuple(-(n + 1) / 8 for n in range(count))
+    whole = events("sglang", *forms)
+    assert whole.tokens.completion_ids == ids
+    assert whole.tokens.logprobs == logprobs
+    assert (whole.finish_reason, whole.policy_version) == ("stop", "3")
+    assert whole.usage.output_tokens == count
+    ends = [sum(len(json.dumps(one)) + 8 for one in forms[:n]) for n in range(count + 1)]
+    for cut in range(ends[-1] + 14):
+        there = sum(cut >= end for end in ends[1:])
+        answer = events("sglang", *forms, cut=cut)
+        if not there:
+            assert answer is None
+            continue
+        assert answer.tokens.completion_ids == ids[:there]
+        assert answer.tokens.logprobs == logprobs[:there]
+        assert answer.finish_reason == ("stop" if there == count else "abort")
+        assert (answer.usage is None) == (there < count)
+
+
+def test_a_stream_that_ends_within_an_event_as_if_it_were_complete_is_cut_off():
+    decoder = TokenWire("sglang").decoder(REQUEST, ReplyHead({"content-type": "text/event-stream"}))
+    first, second, _ = sglang_events(3, "cumulative")
+    decoder.feed(b"data: " + json.dumps(first).encode() + b"\n\ndata: ")
+    decoder.feed(json.dumps(second).encode()[:-9])
+    answer = decoder.finish()
+    assert (answer.tokens.completion_ids, answer.finish_reason) == ((7,), "abort")
+
+
+def test_a_refusal_in_a_stream_is_one():
+    refused = {"type": "abort", "message": "top_k is odd", "status_code": 400}
+    with pytest.raises(BadRequest, match="top_k is odd"):
+        events("sglang", {"output_ids": [], "meta_info": {"finish_reason": refused}})
