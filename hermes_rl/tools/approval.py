@@ -155,14 +155,6 @@ _LINE_CHARS = 2_000
 _HIDDEN = re.compile(r"\\\n|\$\{?ifs\}?")
 _QUOTES = re.compile(r"""['"\\]|\$(?=['"])""")
 
-
-def _union(patterns: dict[str, tuple[str, str]]) -> list[tuple[str, str, re.Pattern[str]]]:
-    return [(name, reason, re.compile(text)) for name, (text, reason) in patterns.items()]
-
-
-_NEVER_COMPILED, _DANGEROUS_COMPILED = _union(_NEVER), _union(_DANGEROUS)
-
-
 SUSPECT = re.compile(
     r"rm|ch(?:mod|own)|mkfs|dd|wipefs|blkdiscard|/dev/|kill|shutdown|reboot|halt|poweroff|init"
     r"|\(\)\s*\{|find|shred|truncate|curl|wget|base64|xxd|drop|delete|git|/etc/|/boot/|/usr/|/lib/"
@@ -183,9 +175,9 @@ def concern_of(command: str) -> Concern | None:
     text = _QUOTES.sub("", _HIDDEN.sub(" ", command.lower()))
     suspect = (line[:_LINE_CHARS] for line in text.splitlines() if SUSPECT.search(line))
     lines = dict.fromkeys(suspect)
-    for never, patterns in ((True, _NEVER_COMPILED), (False, _DANGEROUS_COMPILED)):
-        for name, reason, pattern in patterns:
-            if any(map(pattern.search, lines)):
+    for never, patterns in ((True, _NEVER), (False, _DANGEROUS)):
+        for name, (expression, reason) in patterns.items():
+            if any(map(re.compile(expression).search, lines)):  # compiled once, on first use
                 return Concern(name, reason, never)
     return None
 

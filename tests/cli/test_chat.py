@@ -39,6 +39,7 @@ class Place:
     folder: Path
     base_url: str
     log: Path
+    """What the server was asked, here and in earlier tests."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -74,13 +75,14 @@ class Place:
     def store(self) -> SessionStore:
         return SessionStore(self.folder / "hermes-rl" / "sessions.db")
 
-    def requests(self) -> list[str]:
-        return self.log.read_text().splitlines()
+    def last_request(self) -> dict[str, Any]:
+        return json.loads(self.log.read_text().splitlines()[-1])
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    log = tmp_path / "requests.jsonl"
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of a model server that keeps nothing between requests, and its log."""
+    log = tmp_path_factory.mktemp("server") / "requests.jsonl"
     command = [sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof"]
     server = subprocess.Popen(
         [*command, "--log", str(log), "--script", "noop"],
@@ -90,10 +92,15 @@ def place(tmp_path: Path) -> Iterator[Place]:
     )
     assert server.stdout
     assert server.stdin
-    yield Place(tmp_path, json.loads(server.stdout.readline())["base_url"], log)
+    yield json.loads(server.stdout.readline())["base_url"], log
     server.stdin.close()
     server.wait(timeout=20)
     server.stdout.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path, served: tuple[str, Path]) -> Place:
+    return Place(tmp_path, *served)
 
 
 DONE = " in · "
@@ -226,7 +233,7 @@ def test_commands_change_the_conversation(place: Place) -> None:
         terminal.say("/new", until="a new session")
         terminal.say("/resume", until="/resume ID continues one")
         assert re.search(r"\w{12}     6  Do it.", terminal.text)
-    last = json.loads(place.requests()[-1])
+    last = place.last_request()
     assert last["model"] == "other"
     with place.store() as store:
         info = max(store.sessions(), key=lambda one: one.updated_at if one.messages else 0)
