@@ -21,7 +21,7 @@ from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.sources import mapped_rows
 from hermes_rl.tasks import Task, TaskRow, Verify
 from hermes_rl.testing import BUNDLES, CHEATS, answer_cheats, bundle
-from hermes_rl.tools import Catalogue, get_distribution, tool_names
+from hermes_rl.tools import Catalogue, tool_names
 
 _SCRIPTS_AT_ONCE = 512
 """Scripts that are parsed by one bash."""
@@ -112,7 +112,7 @@ def find_unknown_tools(task: Task | None) -> Iterator[str]:
     try:
         tool_names(task.toolsets or ())
         if task.distribution is not None:
-            get_distribution(task.distribution)
+            Catalogue().distribution(task.distribution)
     except UserError as error:
         yield str(error)
 

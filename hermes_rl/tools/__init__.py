@@ -62,8 +62,6 @@ if TYPE_CHECKING:
         TOOLSETS,
         Catalogue,
         Toolset,
-        draw_toolsets,
-        get_distribution,
         lacks,
         lacks_program,
         resolve,

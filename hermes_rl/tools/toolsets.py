@@ -281,13 +281,3 @@ def schema_digest(tools: Iterable[Tool]) -> str:
     """Sha256 of the schemas that models see: part of a run's identity."""
     encoded = msgspec.json.encode(schemas(tools), order="sorted")
     return hashlib.sha256(encoded).hexdigest()
-
-
-def get_distribution(name: str) -> Distribution:
-    """See `Catalogue.distribution`."""
-    return Catalogue().distribution(name)
-
-
-def draw_toolsets(name: str, seed: int) -> tuple[str, ...]:
-    """See `Catalogue.draw`."""
-    return Catalogue().draw(name, seed)

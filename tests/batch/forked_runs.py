@@ -27,11 +27,12 @@ import pyarrow.parquet
 from batch_runner import arun_batch
 from hermes_rl.cli import main, run_command
 from hermes_rl.models import ModelClient
+from hermes_rl.models.transports import HttpTransport
 from hermes_rl.sandboxes import Bubblewrap, Subprocess
 from hermes_rl.store import PartWriter
 
 LOADED = (aiohttp, pandas, pyarrow, arun_batch, run_command, ModelClient, Bubblewrap, Subprocess)
-LOADED += (PartWriter,)
+LOADED += (HttpTransport, PartWriter)
 REQUEST_BYTES = 1 << 20
 
 

@@ -40,12 +40,6 @@ def test_importing_the_package_is_light() -> None:
     assert loaded & set(HEAVY) == set()
 
 
-def test_a_run_without_an_endpoint_loads_no_http_client() -> None:
-    code = "import batch_runner.runner, sys, json; print(json.dumps(sorted(sys.modules)))"
-    loaded = set(json.loads(python(code)))
-    assert loaded & set(HEAVY) == {"pydantic"}
-
-
 # test_cycles.py shows that no module needs another one to be imported before it.
 EACH = """
 import importlib, json, os, sys, threading, traceback

@@ -15,7 +15,6 @@ from hermes_rl.tools import (
     TOOLS,
     TOOLSETS,
     Catalogue,
-    draw_toolsets,
     read_file,
     resolve,
     schema_digest,
@@ -54,7 +53,7 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do() -> None:
     with pytest.raises(UserError, match=r"unknown toolset 'smell' \(known: terminal, file"):
         resolve(["terminal", "smell"])
     with pytest.raises(UserError, match=r"unknown distribution 'all' \(known: default"):
-        draw_toolsets("all", 1)
+        Catalogue().draw("all", 1)
 
 
 def test_toolsets_include_each_other_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +78,8 @@ def test_the_digest_follows_what_models_see(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_draws_are_repeatable_and_follow_the_percentages(name: str) -> None:
-    draws = [draw_toolsets(name, seed) for seed in range(4000)]
-    assert draws == [draw_toolsets(name, seed) for seed in range(4000)]
+    draws = [Catalogue().draw(name, seed) for seed in range(4000)]
+    assert draws == [Catalogue().draw(name, seed) for seed in range(4000)]
     counts = Counter(toolset for drawn in draws for toolset in drawn)
     shares = {t: p / 100 for t, p in DISTRIBUTIONS[name].items()}
     none_drawn = 1.0
@@ -95,7 +94,7 @@ def test_draws_are_repeatable_and_follow_the_percentages(name: str) -> None:
 
 def test_known_draws_stay() -> None:
     # A change here would change the rows of finished runs.
-    drawn = [draw_toolsets("reasoning", seed) for seed in range(6)]
+    drawn = [Catalogue().draw("reasoning", seed) for seed in range(6)]
     assert drawn == [
         ("web", "terminal"),
         ("web", "file"),
