@@ -11,11 +11,12 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,13 +29,17 @@ from batch_runner.worker import (
     exchange_reports,
     open_worker,
     raise_exchange_error,
+    raise_file_limit,
 )
 from hermes_rl.errors import HermesError, UserError, cause_of
 from hermes_rl.input_errors import unknown
 from hermes_rl.models.rate import Coordinator, Grant, Report, decode_grant, decode_report, encode
 from hermes_rl.ports import WorkItem
 from hermes_rl.sandboxes import processes
-from hermes_rl.store import CommitBatch, Prepared
+from hermes_rl.store import CommitBatch, Prepared, RunDir
+
+if TYPE_CHECKING:
+    from hermes_rl.store import RelayedWriter
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +64,12 @@ WORKER_BYTES = 250 * 2**20
 ROLLOUT_BYTES = 3 * 2**20
 """Memory that an actor declares: its own, and for each rollout in flight."""
 
+PUBLISHERS = 2
+"""Batches that the driver publishes at once for workers that do not see the run directory; more
+would keep its threads from other work."""
+FILES_PER_RELAY = 8
+"""Open files of the driver for a worker that does not see the run directory: its journal."""
+
 KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """By default Ray kills the child processes of an actor first. The actor would record that as the
 death of its sandboxes and verifiers. Their own watchdog ends them after the actor."""
@@ -71,13 +82,18 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 @contextmanager
 def open_pool(
-    settings: Settings, spec: WorkerSpec, coordinator: Coordinator, commit: CommitBatch
+    settings: Settings,
+    spec: WorkerSpec,
+    coordinator: Coordinator,
+    commit: CommitBatch,
+    note: Callable[[str], None],
 ) -> Iterator[StartWorker]:
     """Open the starter of workers: in this process, or on a Ray cluster.
 
     Args:
         spec: of every worker, without number and capacity.
         commit: of the driver.
+        note: shows a line.
 
     Raises: UserError when Ray cannot be reached or started, or has no such runtime environment.
     """
@@ -86,13 +102,11 @@ def open_pool(
         _check_runtime_env(wanted)
         connect = connect_ray if settings.joint is None else settings.joint.ray
         with connect(settings.workers) as watchdog:
-            if settings.url is not None:
-                _refuse_other_nodes()
             if watchdog is None:  # an existing Ray, without this setting
                 wanted = {**wanted, "env_vars": {**KEEP_CHILDREN, **wanted.get("env_vars", {})}}
-            pool = RayPool(
-                spec, settings.workers, coordinator, commit, watchdog, wanted, settings.keys
-            )
+            keys, workers = settings.keys, settings.workers
+            relays = Relays(spec, workers, commit, note)
+            pool = RayPool(spec, workers, coordinator, commit, watchdog, wanted, keys, relays)
             yield pool.start
         return
     if wanted:
@@ -105,24 +119,13 @@ def open_pool(
     yield start
 
 
-def _refuse_other_nodes() -> None:
-    """Raises: UserError for a cluster of several nodes, whose workers cannot write the working copy
-    of a run at a URL."""
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    if len(alive) > 1:
-        raise UserError(
-            f"a run at a URL has its working copy on this machine, and Ray has {len(alive)} nodes. "
-            "Use --out on a shared file system, or unset RAY_ADDRESS"
-        )
-
-
 class Started(msgspec.Struct, frozen=True, kw_only=True):
     """An actor's answer to its start."""
 
     pid: int
     host: str
+    relayed: bool = False
+    """Whether its lines travel through the driver."""
     fault: str | None = None
     """Why it could not start, for people."""
 
@@ -137,15 +140,20 @@ class WorkerActor:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, spec: bytes, keys: dict[str, str]) -> bytes:
-        """Open the worker; returns `Started`."""
-        fault = None
+        """Open the worker, in place of an earlier one; returns `Started`."""
+        fault, relayed = None, False
         try:
+            if self._worker is not None and self._watch is not None:
+                self._watch.cancel()
+                await self._worker.kill()
             decoded = msgspec.msgpack.decode(spec, type=WorkerSpec)
             self._worker = await open_worker(decoded, keys=keys)
+            relayed = self._worker.relayed
             self._watch = asyncio.create_task(self._end_after_lost_lease())
         except HermesError as error:
             fault = str(error)
-        return encode(Started(pid=os.getpid(), host=socket.gethostname(), fault=fault))
+        host = socket.gethostname()
+        return encode(Started(pid=os.getpid(), host=host, relayed=relayed, fault=fault))
 
     async def send(self, item: bytes) -> None:
         """Start an attempt."""
@@ -158,6 +166,10 @@ class WorkerActor:
     async def poll(self, wait_s: float) -> bytes:
         """Return receipts since the last poll, after a short wait. Also the heartbeat."""
         return encode(await self._require_worker().poll(wait_s, GATHER_S))
+
+    async def beat(self) -> None:
+        """Take a sign of life of the driver."""
+        self._require_worker().beat()
 
     async def share(self, grant: bytes) -> bytes:
         """Follow a grant of the coordinator; return the next report."""
@@ -200,6 +212,8 @@ class RayWorker:
     """The commit of that batch."""
     sharing: asyncio.Task[None] | None = None
     """Exchanges its reports for grants of the coordinator."""
+    relay: RelayedWriter | None = None
+    """Writes its lines, where it does not see the run directory."""
 
     async def send(self, item: WorkItem) -> None:
         """Send it an attempt. When the actor is dead, the next poll raises."""
@@ -223,13 +237,39 @@ class RayWorker:
                 # Keep polling: a slow disk must not end the lease.
                 self.committing = asyncio.create_task(self._commit(batch))
                 self.committing.add_done_callback(_ignore_outcome)
-            return reply
         except (TimeoutError, RayError) as error:
             # A report after its loss would give it slots that are never returned.
             self._stop_sharing()
             silent = isinstance(error, TimeoutError)
             why = f"not heard for {self.lease_s:g} s" if silent else _first_line(error)
             raise WorkerLost(why) from None
+        return await self._write(reply)
+
+    async def _write(self, reply: Reply, *, last: bool = False) -> Reply:
+        """Write the lines of a reply, if any. Returns it with the receipts of those that are
+        durable.
+
+        Args:
+            last: also publish all rows.
+        """
+        if self.relay is None:
+            return reply
+        beating = asyncio.create_task(self._beat())
+        try:
+            receipts = await self.relay.take(reply.lines)
+            if last:
+                await self.relay.drain()
+        except (HermesError, OSError) as error:
+            return Reply(fault=str(error), cause=cause_of(error))
+        finally:
+            beating.cancel()
+        return msgspec.structs.replace(reply, receipts=receipts, lines=())
+
+    async def _beat(self) -> None:
+        """Keep the worker alive while it is not polled: a slow disk must not end its lease."""
+        while True:
+            await asyncio.sleep(self.lease_s / 6)
+            self.actor.beat.remote()
 
     async def _commit(self, prepared: Prepared) -> None:
         fault = cause = None
@@ -277,7 +317,7 @@ class RayWorker:
                 if not closing.done():
                     await polling
                 polling.cancel()
-            reply = decode_reply(closing.result())
+            reply = await self._write(decode_reply(closing.result()), last=True)
         except RayError as error:
             raise WorkerLost(_first_line(error)) from None
         finally:
@@ -291,6 +331,46 @@ class RayWorker:
 
         self._stop_sharing()
         ray.kill(self.actor, no_restart=True)
+        if self.relay is not None:
+            with suppress(OSError):  # it was reported, and recovery reads what was written
+                await self.relay.aclose()
+
+
+@dataclass(frozen=True)
+class Relays:
+    """The writers of workers that do not see the run directory."""
+
+    spec: WorkerSpec
+    workers: int
+    commit: CommitBatch
+    """Of the driver."""
+    note: Callable[[str], None]
+    """Shows a line."""
+    _hosts: set[str] = field(default_factory=set)
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PUBLISHERS))
+
+    async def open(self, worker: int, host: str) -> RelayedWriter:
+        """Open the writer of a worker; the first of a node is reported.
+
+        Raises: StoreError; UserError when this process may not open enough files.
+        """
+        from hermes_rl.store import JournalWriter, Publisher, RelayedWriter  # few runs need it
+
+        spec = self.spec
+        raise_file_limit(self.workers, FILES_PER_RELAY, "relayed workers")
+        run_dir = RunDir(Path(spec.run_path))
+        publisher = partial(
+            Publisher, every_s=spec.publish_every_s, commit=self.commit, turn=self._turn
+        )
+        relay = RelayedWriter(JournalWriter(run_dir, spec.epoch, worker), publisher)
+        await relay.open()
+        if host not in self._hosts:
+            self._hosts.add(host)
+            self.note(
+                f"worker {worker} on {host} does not see {spec.run_path}: its rows travel through "
+                "the driver"
+            )
+        return relay
 
 
 @dataclass(frozen=True)
@@ -305,18 +385,30 @@ class RayPool:
     """Of the driver."""
     watchdog: Watchdog | None
     """Ends the processes of a local cluster when the driver is killed."""
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    runtime_env: Mapping[str, Any]
     """Of the actors, for Ray."""
-    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    keys: Mapping[str, str] = field(repr=False)
     """API keys by variable: workers of a cluster do not have this process's environment."""
+    relays: Relays
+    """For workers that do not see the run directory."""
 
     async def start(self, worker: int, capacity: int) -> RayWorker:
-        """Raises: UserError when the cluster has no resources for it, or it cannot work."""
+        """Raises: UserError when the cluster has no resources for it, or it cannot work;
+        StoreError."""
         spec = msgspec.structs.replace(self.spec, worker=worker, capacity=capacity)
         handle = RayWorker(self._actor(worker, capacity), spec.writer, spec.lease_s, self.commit)
         try:
             started = await self._open(handle.actor, spec)
-            self._check(spec, started)
+            alive = Path(spec.run_path) / "journal" / spec.writer / "alive"
+            if not (started.fault or started.relayed or alive.exists()):  # another folder there
+                again = msgspec.structs.replace(spec, relayed=True)
+                started = await self._open(handle.actor, again)
+            if started.fault is not None:
+                here = os.uname().nodename == started.host
+                place = "" if here else f"worker on {started.host}: "
+                raise UserError(f"{place}{started.fault}")
+            if started.relayed:
+                handle.relay = await self.relays.open(worker, started.host)
         except BaseException:
             await handle.kill()
             raise
@@ -358,15 +450,6 @@ class RayPool:
         if self.runtime_env:
             options["runtime_env"] = dict(self.runtime_env)
         return ray.remote(WorkerActor).options(**options).remote()
-
-    def _check(self, spec: WorkerSpec, started: Started) -> None:
-        fault = started.fault
-        alive = Path(spec.run_path) / "journal" / spec.writer / "alive"
-        if fault is None and not alive.exists():
-            fault = f"it writes to another {spec.run_path}: choose --out on shared storage"
-        if fault is not None:
-            here = os.uname().nodename == started.host
-            raise UserError(fault if here else f"worker on {started.host}: {fault}")
 
 
 def _check_runtime_env(wanted: Mapping[str, Any]) -> None:

@@ -446,8 +446,9 @@ class _Run:
         with ExitStack() as stack:
             try:
                 with interrupts.raising_in_blocking_code():
+                    commit, note = self.driver.commit, self.progress.note
                     opening = open_pool(
-                        self.settings, self._worker_spec(), self.coordinator, self.driver.commit
+                        self.settings, self._worker_spec(), self.coordinator, commit, note
                     )
                     start = stack.enter_context(opening)
             except KeyboardInterrupt:

@@ -11,12 +11,14 @@ import asyncio
 import gc
 import importlib
 import json
+import os
 import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,7 +26,7 @@ from batch_runner.budgets import budgets_of
 from batch_runner.settings import Hosts, open_hosts
 from hermes_rl.agent import Control
 from hermes_rl.checkpoints import CHECKPOINTS, Checkpoints, may_resume
-from hermes_rl.config import parse_config
+from hermes_rl.config import RunSection, parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause_of
 from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
 from hermes_rl.models.rate import Coordinator, Grant, Report, Share
@@ -40,11 +42,15 @@ from hermes_rl.store import (
     JournalWriter,
     Prepared,
     Publisher,
+    RelayedLine,
     RunDir,
     receipt_of,
 )
 from hermes_rl.trajectory import fold_subagents
 from hermes_rl.wiring import RunContext, open_run_context
+
+if TYPE_CHECKING:
+    from hermes_rl.store import RelayJournal
 
 ABORT_S = 10.0
 """How long cancelled rollouts may take to end their sandboxes."""
@@ -82,6 +88,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """As computed by the driver; the digest of an image may differ on another machine."""
     tokens: TokenPlan | None = None
     """How the run gets token ids."""
+    relayed: bool = False
+    """Whether its lines travel through the driver; False decides it by what the worker sees."""
 
     @property
     def writer(self) -> str:
@@ -108,6 +116,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The fault's cause, a key of `errors.CAUSES`."""
     prepared: Prepared | None = None
     """A batch for the driver to commit, until `Worker.committed` gets the outcome."""
+    lines: tuple[RelayedLine, ...] = ()
+    """Of a worker that does not see the run directory; its receipts are in them."""
 
 
 class Worker:
@@ -122,7 +132,7 @@ class Worker:
         self,
         spec: WorkerSpec,
         context: RunContext,
-        journal: JournalWriter,
+        journal: JournalWriter | RelayJournal,
         share: Share,
         make: MakeEpisode,
         sharing: asyncio.Task[None] | None,
@@ -140,14 +150,18 @@ class Worker:
         """When the driver last called."""
         self._context = context
         self._journal = journal
-        self._publisher = Publisher(
-            journal, every_s=spec.publish_every_s, commit=commit or self._pass_on
-        )
+        self._publisher, self._relay = None, None
+        if isinstance(journal, JournalWriter):
+            self._publisher = Publisher(
+                journal, every_s=spec.publish_every_s, commit=commit or self._pass_on
+            )
+            self._publishing = {asyncio.create_task(self._publish(self._publisher))}
+        else:
+            self._relay, self._publishing = journal, set()
         self._prepared: Prepared | None = None
         """A batch that goes with every reply until the driver answers: a reply may get lost."""
         self._outcome: asyncio.Future[None] | None = None
         """Of the batch that the driver commits."""
-        self._publishing = asyncio.create_task(self._publish())
         self._running: set[asyncio.Task[None]] = set()
         self._controls: dict[str, Control] = {}
         self._outbox: list[Receipt] = []
@@ -155,16 +169,24 @@ class Worker:
         self._throttled = 0
         self._fault: HermesError | None = None
         self._news = asyncio.Event()
+        self.relayed = self._relay is not None
+        """Whether its lines travel through the driver."""
+        if self._relay is not None:
+            self._relay.notify = self._news.set
         if sharing is not None:
             sharing.add_done_callback(lambda _: self._news.set())
 
     async def send(self, item: WorkItem) -> None:
         """Start an attempt, except after a fault."""
-        self._last_heard = time.monotonic()
+        self.beat()
         if self._fault is None:
             task = asyncio.create_task(self._attempt(item))
             self._running.add(task)
             task.add_done_callback(self._ended)
+
+    def beat(self) -> None:
+        """Take a sign of life of the driver."""
+        self._last_heard = time.monotonic()
 
     async def interrupt(self, units: Sequence[str]) -> None:
         """End the attempts at these units; their rows have the cause `interrupted`."""
@@ -218,9 +240,10 @@ class Worker:
 
     async def close(self) -> Reply:
         """Publish finished attempts and end. The driver keeps polling meanwhile."""
-        reply = Reply()
+        reply = Reply(lines=self._relay.take() if self._relay else ())
         try:
-            await self._publisher.drain()
+            if self._publisher is not None:
+                await self._publisher.drain()
             await self.share.leave()
         except HermesError as error:
             reply = Reply(fault=str(error), cause=cause_of(error))
@@ -234,10 +257,11 @@ class Worker:
     async def abort(self) -> None:
         """Cancel all rollouts and wait for the end of their sandboxes."""
         self.committed("the worker ends")  # no answer will come
-        tasks = [*self._running, self._publishing]
+        tasks = [*self._running, *self._publishing]
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=ABORT_S)
+        if tasks:
+            await asyncio.wait(tasks, timeout=ABORT_S)
 
     async def wait_for_lost_lease(self) -> None:
         """Return when the driver has not called for the duration of the lease."""
@@ -248,7 +272,9 @@ class Worker:
 
     def _reply(self) -> Reply:
         self._news.clear()
-        fault = self._fault
+        lines = self._relay.take() if self._relay else ()
+        # After the fault nothing more is polled, so all lines go first.
+        fault = self._fault if self._relay is None or self._relay.empty else None
         reply = Reply(
             receipts=tuple(self._outbox),
             requests=self._requests,
@@ -256,6 +282,7 @@ class Worker:
             fault=str(fault) if fault else None,
             cause=cause_of(fault) if fault else None,
             prepared=self._prepared,
+            lines=lines,
         )
         self._outbox, self._requests, self._throttled = [], 0, 0
         if fault is not None:
@@ -287,7 +314,8 @@ class Worker:
         checkpoints = self._context.checkpoints
         if checkpoints is not None and not may_resume(row.cause):
             await checkpoints.drop(item.unit_id)
-        self._outbox.append(receipt_of(made, self.writer, place))
+        if place is not None:  # else the receipt travels with the rows
+            self._outbox.append(receipt_of(made, self.writer, place))
         self._requests += len(row.calls)
         self._throttled += sum((call.error or "").startswith("RateLimited") for call in row.calls)
         self._news.set()
@@ -307,11 +335,11 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._stop(error)
 
-    async def _publish(self) -> None:
+    async def _publish(self, publisher: Publisher) -> None:
         # Loading Arrow takes a second; do it while the first rollouts wait for their model.
         await asyncio.to_thread(importlib.import_module, "hermes_rl.store.parts")
         try:
-            await self._publisher.run()
+            await publisher.run()
         except (HermesError, OSError) as error:
             self._stop(error)
 
@@ -333,7 +361,8 @@ async def open_worker(
     hosts: Hosts | None = None,
     commit: CommitBatch | None = None,
 ) -> Worker:
-    """Open a worker with its journal and all resources of its rollouts.
+    """Open a worker with its journal and all resources of its rollouts. Where it does not see the
+    run directory, its lines are in its replies.
 
     Args:
         coordinator: of the rates and budgets of the run; None when the driver carries the reports.
@@ -341,17 +370,25 @@ async def open_worker(
         hosts: environments that this process shares.
         commit: see `Worker`.
 
-    Raises: StoreError when it cannot see the run directory, or comes too late; UserError when the
-        process may not open enough files, or for a model, key or sandbox that cannot be had.
+    Raises: StoreError when it comes too late; UserError when the process may not open enough files,
+        for a model, key or sandbox that cannot be had, or for files of rollouts that have no place.
     """
     run_dir = RunDir(Path(spec.run_path))
-    await asyncio.to_thread(_check_run_directory, run_dir, spec)
     config = parse_config(json.loads(spec.config))
+    relayed = spec.relayed or not await asyncio.to_thread(_sees, run_dir, spec)
+    if relayed:
+        _refuse_files(config.run, spec.run_path)
     proxied = not isinstance(config.sandbox.network, bool)
     raise_file_limit(spec.capacity, FILES_PER_ROLLOUT + (2 * PROXY_CONNECTIONS if proxied else 0))
     async with AsyncExitStack() as stack:
-        writer = JournalWriter(run_dir, spec.epoch, spec.worker, lease_s=spec.lease_s)
-        journal = await stack.enter_async_context(writer)
+        journal: JournalWriter | RelayJournal
+        if relayed:
+            from hermes_rl.store import RelayJournal  # few workers need it
+
+            journal = RelayJournal(spec.writer)
+        else:
+            journal = JournalWriter(run_dir, spec.epoch, spec.worker, lease_s=spec.lease_s)
+            await stack.enter_async_context(journal)
         share = Share(spec.writer, tuple(budgets_of(config)))
         sharing = None
         if coordinator is not None:
@@ -367,13 +404,7 @@ async def open_worker(
                 tokens=spec.tokens,
             )
         )
-        if config.run.keep_workspaces:
-            context = replace(context, workspaces=run_dir.path / "workspaces")
-        if (turns := config.run.checkpoint_turns) is not None:
-            kept = Checkpoints(run_dir.path / CHECKPOINTS, turns)
-            context = replace(context, checkpoints=kept)
-        if not isinstance(config.sandbox.network, bool):
-            context = replace(context, network_log=run_dir.path / f"network/{spec.writer}.jsonl")
+        context = _with_files(context, run_dir, journal)
         make: MakeEpisode = Episode
         if config.env is not None:
             opened = await stack.enter_async_context(open_hosts(hosts))
@@ -401,24 +432,26 @@ def raise_exchange_error(sharing: asyncio.Task[None] | None) -> None:
         sharing.result()
 
 
-def raise_file_limit(rollouts: int, each: int) -> None:
-    """Raise the limit of open files of this process (`ulimit -Sn`) as the rollouts require; many
+def raise_file_limit(number: int, each: int, what: str = "rollouts") -> None:
+    """Raise the limit of open files of this process (`ulimit -Sn`) as rollouts require; many
     systems start with 1,024. Sandboxes have their own limit, `OPEN_FILES`.
 
     Args:
-        each: open files of one rollout.
+        number: rollouts, or others that `what` names. each: open files of one of them.
 
     Raises: UserError when the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(OTHER_FILES + each * rollouts, OPEN_FILES)
+    wanted = max(OTHER_FILES + each * number, OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
         most = (hard - OTHER_FILES) // each
         fewer = f", use --concurrency {most}, or more --workers" if hard >= OPEN_FILES else ""
+        if what != "rollouts":
+            fewer = f", or use --workers {most}"
         raise UserError(
-            f"{rollouts} rollouts in one process need {wanted:,} open files, and the limit is "
+            f"{number} {what} in one process need {wanted:,} open files, and the limit is "
             f"{hard:,} (ulimit -Hn). Raise it{fewer}"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -441,8 +474,40 @@ def _reduce_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _check_run_directory(run_dir: RunDir, spec: WorkerSpec) -> None:
-    """Check that the path is the run directory: another machine may have none, or another one."""
-    epochs = run_dir.epochs()
-    if spec.epoch not in epochs or run_dir.epoch(spec.epoch).run_id != spec.run_id:
-        raise StoreError(f"no such run at {spec.run_path}: choose --out on storage that all share")
+def _sees(run_dir: RunDir, spec: WorkerSpec) -> bool:
+    """Whether the path is the run directory and may be written: another machine may have none, or
+    another one."""
+    try:
+        if spec.epoch not in run_dir.epochs():
+            return False
+        same = run_dir.epoch(spec.epoch).run_id == spec.run_id
+    except (OSError, StoreError):
+        return False
+    return same and os.access(run_dir.path / "journal", os.W_OK)
+
+
+def _refuse_files(run: RunSection, path: str) -> None:
+    """Raises: UserError for files that only a run directory that all nodes see can have."""
+    wanted = {
+        "run.keep_workspaces": run.keep_workspaces,
+        "run.checkpoint_turns": run.checkpoint_turns is not None,
+    }
+    for name in (name for name, value in wanted.items() if value):
+        raise UserError(
+            f"{name} writes files to {path}, which this node does not see. Leave it out, or choose "
+            "--out on storage that all nodes share"
+        )
+
+
+def _with_files(
+    context: RunContext, run_dir: RunDir, journal: JournalWriter | RelayJournal
+) -> RunContext:
+    """A context with the places of the further files that rollouts write."""
+    config = context.config
+    if config.run.keep_workspaces:
+        context = replace(context, workspaces=run_dir.path / "workspaces")
+    if (turns := config.run.checkpoint_turns) is not None:
+        context = replace(context, checkpoints=Checkpoints(run_dir.path / CHECKPOINTS, turns))
+    if not isinstance(config.sandbox.network, bool):
+        context = replace(context, network_log=journal.append_connection)
+    return context

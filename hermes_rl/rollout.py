@@ -277,9 +277,7 @@ class _Connections:
         if self._log is None or self._lines > _LOGGED_CONNECTIONS:
             return
         line = self._scrub(json.dumps({"trajectory_id": self._row, **asdict(connection)}))
-        self._log.parent.mkdir(exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        self._log(line.encode("utf-8", "replace"))
 
 
 _NETWORK_METRICS = tuple(

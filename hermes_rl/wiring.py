@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -146,7 +146,7 @@ class RunContext:
     """Where workspaces are kept; None keeps none."""
     checkpoints: Checkpoints | None = None
     """Where checkpoints of rollouts are kept; None keeps none."""
-    network_log: Path | None = None
+    network_log: Callable[[bytes], None] | None = None
     """Takes a line for each connection of a sandbox through its egress proxy; None keeps none."""
     hooks: HookTable | None = None
     """Of the run's plugins; None where there are none."""

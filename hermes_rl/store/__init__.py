@@ -4,6 +4,7 @@
 |---|---|
 | `driver` | `open_run`: lock, epoch, recovery; dispatches and receipts; `append_attempts` |
 | `journal` `derived` | what is appended while a run is in progress, and when it is published |
+| `relay` | the journal of a worker that does not see the run directory |
 | `commit` `parts` | sealed batches become Parquet parts and commits |
 | `recovery` | what a killed run left |
 | `snapshots` `compaction` | small parts replaced by merged ones, in one step per table |
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         in_flight,
         load_run,
     )
+    from hermes_rl.store.relay import RelayedWriter, RelayJournal
     from hermes_rl.store.remote import fetch_run, local_run, working_copy
     from hermes_rl.store.repair import repair_run
     from hermes_rl.store.rows import (
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
         Group,
         Metric,
         Place,
+        RelayedLine,
         receipt_of,
     )
     from hermes_rl.store.rundir import (

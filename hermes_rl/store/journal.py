@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -26,12 +26,12 @@ from hermes_rl.aio import in_thread, to_end
 from hermes_rl.errors import StoreError
 from hermes_rl.events import AttemptKey, Begun, Event, Redacted, TokensAdded, ToolsOffered
 from hermes_rl.locks import try_lock
-from hermes_rl.ports import Recorder, WorkItem
+from hermes_rl.ports import Receipt, Recorder, WorkItem
 from hermes_rl.store.commit import Prepared, commit_batch, prepare_batch
 from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import AppendFile, pack
 from hermes_rl.store.processes import HeldLock
-from hermes_rl.store.rows import Derived, Finished, Place, without_secrets
+from hermes_rl.store.rows import Derived, Finished, Place, RelayedLine, without_secrets
 from hermes_rl.store.rundir import RunDir, epoch_of
 from hermes_rl.text import SECRETS
 
@@ -150,6 +150,16 @@ class Batch:
     since: float | None = None
     """time.monotonic() of the first row."""
 
+    def append(self, line: bytes, key: AttemptKey | None) -> Place:
+        """Append encoded rows, of an attempt or derived ones. Raises: DiskFull."""
+        place = Place(stem=self.stem, offset=self.file.size)
+        self.file.append(line)
+        self.rows += 1
+        if key is not None:
+            self.attempts.append(key)
+        self.since = self.since or time.monotonic()
+        return place
+
 
 class SameTools(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="same_tools"):
     """The tools of an earlier attempt of the same file: most attempts have the same."""
@@ -228,20 +238,23 @@ class EventFiles:
         self._open = {}
 
 
-class _LiveRecorder:
-    """Appends the events of one attempt.
+class LiveRecorder:
+    """Records the events of one attempt.
 
     Args:
+        append: takes each line, encoded.
+        number: of the attempt in its writer.
         tools: digests of the tools that the file has.
     """
 
-    def __init__(self, file: AppendFile, number: int, tools: set[str]) -> None:
-        self._file = file
+    def __init__(self, append: Callable[[bytes], None], number: int, tools: set[str]) -> None:
+        self._write = append
         self._number = number
         self._tools = tools
         self._redacted = False
 
     def record(self, event: Event) -> None:
+        """See `Recorder`."""
         if self._redacted and isinstance(event, TokensAdded):
             return
         clean = SECRETS.scrub_record(event)
@@ -259,7 +272,7 @@ class _LiveRecorder:
         self._tools.add(digest)
 
     def _append(self, event: Event | SameTools) -> None:
-        self._file.append(encode(LiveLine(a=self._number, e=event)))
+        self._write(encode(LiveLine(a=self._number, e=event)))
 
 
 class GroupSync:
@@ -307,6 +320,12 @@ LARGE_BYTES = 65536
 """Rows that are compressed in a thread, so that other rollouts need not wait."""
 
 
+async def encode_rows(rows: Finished | Derived) -> bytes:
+    """Encode rows as a compressed line, without secrets of this process."""
+    payload = encode(without_secrets(rows))
+    return await in_thread(pack, payload) if len(payload) >= LARGE_BYTES else pack(payload)
+
+
 class JournalWriter:
     """The journal of one writer, EPOCH-WORKER. An async context manager.
 
@@ -343,6 +362,8 @@ class JournalWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         self._sync = GroupSync(run_dir, self._pool)
         self._sealing = asyncio.Lock()
+        self._relayed: dict[int, AppendFile] = {}
+        """The `live` file of each attempt whose lines another process encodes."""
 
     async def __aenter__(self) -> JournalWriter:
         self._batch = await in_thread(self._open)
@@ -380,7 +401,7 @@ class JournalWriter:
     def recorder(self, key: AttemptKey) -> Recorder:
         """Return the recorder of one attempt. Its first event must be `Begun`."""
         file, number = self._live.begin(key)
-        return _LiveRecorder(file, number, self._tools.setdefault(file, set()))
+        return LiveRecorder(file.append, number, self._tools.setdefault(file, set()))
 
     async def finish(self, rows: Finished | Derived) -> Place:
         """Write the rows of a finished attempt, or derived ones, without secrets of this process;
@@ -390,25 +411,61 @@ class JournalWriter:
         Raises: DiskFull (nothing was written, the attempt is not finished).
         """
         self._require_batch()
-        payload = encode(without_secrets(rows))
-        if len(payload) >= LARGE_BYTES:
-            payload = await in_thread(pack, payload)
+        line = await encode_rows(rows)
         batch = self._require_batch()  # the other may have been sealed
-        place = Place(stem=batch.stem, offset=batch.file.size)
-        batch.file.append(payload)
-        batch.rows += 1
-        if isinstance(rows, Finished):
-            batch.attempts.append(rows.key)
-        batch.since = batch.since or time.monotonic()
-        if batch.rows >= self.policy.rows or batch.file.size >= self.policy.size:
-            self.full.set()
+        key = rows.key if isinstance(rows, Finished) else None
+        place = batch.append(line, key)
+        self._note_size(batch)
         await self._sync.durable(batch.file)
         return place
+
+    async def take(self, lines: Sequence[RelayedLine]) -> list[Receipt]:
+        """Write lines that another process encoded, in a thread; rows are durable on return.
+
+        Returns the receipts of these, with their places. Raises: DiskFull.
+        """
+        async with self._sealing:
+            batch = self._require_batch()
+            loop = asyncio.get_running_loop()
+            write = loop.run_in_executor(self._pool, self._append_lines, batch, lines)
+            receipts = await to_end(write)
+            self._note_size(batch)
+            if receipts:
+                await self._sync.durable(batch.file)
+            return receipts
+
+    def _append_lines(self, batch: Batch, lines: Sequence[RelayedLine]) -> list[Receipt]:
+        receipts = []
+        for line in lines:
+            if (done := line.receipt) is not None:
+                key = AttemptKey(unit_id=done.unit_id, epoch=done.epoch, attempt=done.attempt)
+                place = batch.append(line.content, key)
+                receipts.append(msgspec.structs.replace(done, stem=place.stem, offset=place.offset))
+                self._relayed.pop(line.attempt, None)
+            elif line.attempt:
+                if line.key is not None:
+                    self._relayed[line.attempt], _ = self._live.begin(line.key)
+                self._relayed[line.attempt].append(line.content)
+            else:
+                self.append_connection(line.content)
+        return receipts
+
+    def append_connection(self, line: bytes) -> None:
+        """Append a connection of a sandbox through its egress proxy, as JSON, to
+        network/WRITER.jsonl. Raises: OSError."""
+        path = self.run_dir.path / "network" / f"{self.writer}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            file.write(line + b"\n")
 
     def _require_batch(self) -> Batch:
         if self._batch is None:
             raise StoreError(f"writer {self.writer} is closed")
         return self._batch
+
+    def _note_size(self, batch: Batch) -> None:
+        if batch.rows >= self.policy.rows or batch.file.size >= self.policy.size:
+            self.full.set()
 
     async def seal(self) -> Batch | None:
         """Seal the open batch and open the next. Returns None when it is empty."""
@@ -427,7 +484,8 @@ class JournalWriter:
 
     async def committed(self, batch: Batch) -> None:
         """Step 9 for live files: unlink those whose attempts are all in committed batches."""
-        ended = self._live.end(batch.attempts)
+        async with self._sealing:  # a thread may be writing events
+            ended = self._live.end(batch.attempts)
         await in_thread(self._unlink, ended)
 
     def _unlink(self, paths: list[Path]) -> None:
@@ -493,6 +551,7 @@ class Publisher:
         every_s: a batch is published when its first row is this old.
         commit: `Driver.commit`, or passes the batch to it; None commits in this process, which
             holds LOCK and neither recovers nor merges meanwhile.
+        turn: held while a batch is published; None for no limit.
     """
 
     def __init__(
@@ -501,8 +560,10 @@ class Publisher:
         *,
         every_s: float = PUBLISH_EVERY_S,
         commit: CommitBatch | None = None,
+        turn: asyncio.Semaphore | None = None,
     ) -> None:
         self._journal = journal
+        self._turn = turn or nullcontext()
         self._every_s = every_s
         self._commit = commit or self._commit_here
         self._sealed: list[Batch] = []
@@ -533,7 +594,8 @@ class Publisher:
             if batch is not None:
                 self._sealed.append(batch)
             while self._sealed:
-                await self._publish(self._sealed[0])
+                async with self._turn:
+                    await self._publish(self._sealed[0])
                 await self._journal.committed(self._sealed.pop(0))
 
     async def _publish(self, batch: Batch) -> None:

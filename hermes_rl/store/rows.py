@@ -28,6 +28,20 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     next attempt."""
 
 
+class RelayedLine(msgspec.Struct, frozen=True, array_like=True):
+    """A line of a worker's journal on its way to the driver, which writes it; see `relay`."""
+
+    content: bytes
+    """JSON, packed if it is long: an event of an attempt, its rows, or a connection of its
+    sandbox."""
+    attempt: int = 0
+    """Number of the attempt in its writer; 0 for a connection."""
+    key: AttemptKey | None = None
+    """Of the attempt, in the line of its first event."""
+    receipt: Receipt | None = None
+    """Of the attempt, in the line with its rows: it counts when they are durable."""
+
+
 TEXT_CHARS = 400
 """Maximum length of the two texts in a receipt, which keeps it under 4 KB."""
 

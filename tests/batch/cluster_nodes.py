@@ -1,11 +1,13 @@
-"""A Ray cluster of three nodes with addresses of their own, and a run on it that loses two of them.
+"""A Ray cluster of three nodes with addresses of their own, and two runs on it that lose nodes.
 
     unshare -Urmnpu --fork --kill-child --mount-proc python cluster_nodes.py FOLDER
 
-Each node is a network and UTS namespace behind one bridge: the head with zero CPUs, `node1` and
-`node2`. During the run of `FOLDER/tasks.jsonl`, `node1` is cut off for longer than a lease
-and comes back; later `node2` loses its raylet to SIGKILL. Prints what happened as JSON; all
-processes end with this one, which is process 1 of a namespace.
+Each node is a network, mount and UTS namespace behind one bridge: the head with zero CPUs, `node1`
+and `node2`. During the run of `FOLDER/tasks.jsonl`, `node1` is cut off for longer than a lease
+and comes back; later `node2` loses its raylet to SIGKILL. Then `FOLDER` becomes invisible on
+`node1` and on a new `node3`, and a run at a URL loses its driver, which is started again, and
+`node3`. Prints what happened as JSON; all processes end with this one, which is process 1 of a
+namespace.
 """
 
 from __future__ import annotations
@@ -20,13 +22,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from s3 import KEYS, s3_proxy, s3_server
 
 from hermes_rl.testing import FakeConfig, FakeServer
 
 HEAD = "10.77.0.1"
 PORT = 6379
+CHECK = "import sys; from hermes_rl.cli import main; sys.exit(main(['check', sys.argv[1]]))"
 LEASE_S = 6
+APART = 60
+"""Units of the second run."""
+INSIDE = ("-n", "-u", "-m")
+"""The namespaces of a node."""
 WAIT_S = 240.0
 """For one step of the scenario, on a machine that is far slower than this one."""
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
@@ -45,10 +54,11 @@ class Node:
         self.log = folder / f"{self.name}.log"
         hold = f"hostname {self.name}; ip link set lo up; echo ready; exec sleep 3600"
         self._holder = subprocess.Popen(
-            ["unshare", "-nu", "sh", "-c", hold], stdout=subprocess.PIPE, text=True
+            ["unshare", "-num", "sh", "-c", hold], stdout=subprocess.PIPE, text=True
         )
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "ready\n"
+        self._folder = folder
         self._link = f"veth{number}"
         self.address = f"10.77.0.{10 + number}"
         pid = self._holder.pid
@@ -58,12 +68,16 @@ class Node:
         call(f"nsenter -t {pid} -n ip link set eth0 up")
         call(f"nsenter -t {pid} -n ip route add default via {HEAD}")
         start = (*RAY, "--address", f"{HEAD}:{PORT}", "--node-ip-address", self.address)
-        inside = ("nsenter", "-t", str(pid), "-n", "-u", *start, "--num-cpus", "1", *SMALL)
+        inside = ("nsenter", "-t", str(pid), *INSIDE, *start, "--num-cpus", "1", *SMALL)
         start_ray(inside, self.log)
 
     def connect(self, on: bool) -> None:
         """Plug its cable in, or pull it."""
         call(f"ip link set {self._link} {'up' if on else 'down'}")
+
+    def hide(self) -> None:
+        """Let its processes see an empty file system in place of the folder."""
+        call(f"nsenter -t {self._holder.pid} -m mount -t tmpfs tmpfs {self._folder}")
 
     def raylet(self) -> int:
         """The process id of its raylet."""
@@ -125,23 +139,29 @@ def workers(out: Path) -> dict[str, str]:
     return found
 
 
-async def play(folder: Path) -> dict[str, Any]:
-    """The scenario."""
-    nodes = [Node(number, folder) for number in (1, 2)]
+async def start_run(
+    folder: Path, server: FakeServer, out: str, log: TextIO, *options: str, **more: str
+) -> asyncio.subprocess.Process:
+    """Start the run of `FOLDER/tasks.jsonl` at a place, with further options and variables."""
+    tasks, url = str(folder / "tasks.jsonl"), f"http://{HEAD}:{server.port}/v1"
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "batch_runner", tasks, "--out", out, "--json"),
+        *("--model", "fake", "--base-url", url, "--sandbox", "none", "--allow-unsandboxed"),
+        *("--workers", "2", "--concurrency", "4", "--set", f"run.lease_s={LEASE_S}"),
+        *("--api-key-env", "FAKE_KEY", *options),
+        env=os.environ | {"RAY_ADDRESS": f"{HEAD}:{PORT}", "FAKE_KEY": "not-a-secret"} | more,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
+async def play(folder: Path, nodes: list[Node]) -> dict[str, Any]:
+    """A run on a file system that all nodes see."""
     out, log = folder / "run", (folder / "run.log").open("w")
     seen: dict[str, str] = {}
     async with FakeServer(FakeConfig(latency_s=0.3)) as server:
-        await forward(server.port)
-        tasks, url = str(folder / "tasks.jsonl"), f"http://{HEAD}:{server.port}/v1"
-        run = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "batch_runner", tasks, "--out", str(out), "--json"),
-            *("--model", "fake", "--base-url", url, "--sandbox", "none", "--allow-unsandboxed"),
-            *("--workers", "2", "--concurrency", "4", "--set", f"run.lease_s={LEASE_S}"),
-            *("--api-key-env", "FAKE_KEY"),
-            env=os.environ | {"RAY_ADDRESS": f"{HEAD}:{PORT}", "FAKE_KEY": "not-a-secret"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        forwarding = await forward(server.port)
+        run = await start_run(folder, server, str(out), log)
 
         def hosts() -> set[str]:
             seen.update(workers(out))
@@ -164,6 +184,7 @@ async def play(folder: Path) -> dict[str, Any]:
         os.kill(nodes[1].raylet(), signal.SIGKILL)
         await until(ended, "the end of the run")
         log.close()
+        forwarding.close()
         return {
             "exit_code": run.returncode,
             "hosts": sorted(set(seen.values())),
@@ -173,10 +194,62 @@ async def play(folder: Path) -> dict[str, Any]:
         }
 
 
+async def play_apart(folder: Path, nodes: list[Node]) -> dict[str, Any]:
+    """A run at a URL on nodes that share no file system."""
+    nodes[0].hide()
+    nodes.append(Node(3, folder))
+    nodes[2].hide()
+    path, limit = folder / "apart.log", ("--limit", str(APART))
+
+    def lines(text: str) -> int:
+        return path.read_text().count(text)
+
+    with s3_server() as address, s3_proxy(address) as proxy, path.open("w") as log:
+        async with FakeServer(FakeConfig(latency_s=0.3)) as server:
+            forwarding = await forward(server.port)
+            url = f"s3://{await proxy.make_bucket()}/run"
+            more = {**KEYS, "AWS_ENDPOINT_URL": address, "XDG_CACHE_HOME": str(folder / "cache")}
+            run = await start_run(folder, server, url, log, *limit, **more)
+            await until(lambda: lines('"attempt"') >= 8, "finished attempts")
+            run.kill()
+            await run.wait()
+            before, notes = lines('"attempt"'), lines("travel through")
+            run = await start_run(folder, server, url, log, *limit, **more)
+
+            def ended() -> bool:
+                return run.returncode is not None
+
+            await until(lambda: ended() or lines("travel through") >= notes + 2, "both nodes")
+            await until(lambda: ended() or lines('"attempt"') >= before + 8, "more attempts")
+            os.kill(nodes[2].raylet(), signal.SIGKILL)
+            await until(ended, "the end of the run")
+            check = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", CHECK, url),
+                env=os.environ | more,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            await check.wait()
+            forwarding.close()
+            return {
+                "exit_code": run.returncode,
+                "check": check.returncode,
+                "objects": await proxy.objects(url),
+                "output": path.read_text(),
+            }
+
+
+async def play_both(folder: Path) -> dict[str, Any]:
+    """Both runs, on one cluster."""
+    nodes = [Node(number, folder) for number in (1, 2)]
+    return {"shared": await play(folder, nodes), "apart": await play_apart(folder, nodes)}
+
+
 def main() -> None:
     """See the module."""
     folder = Path(sys.argv[1]).resolve()
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ |= {"RAY_raylet_start_wait_time_s": f"{WAIT_S:.0f}"}
     call("mount -t tmpfs tmpfs /run")  # for Ray: paths of sockets are short
     call("ip link set lo up")
     call("ip link add bridge0 type bridge")
@@ -186,7 +259,7 @@ def main() -> None:
     call("hostname head")
     line = (*head, "--include-dashboard", "false", "--temp-dir", "/run/ray", *SMALL)
     start_ray(line, folder / "head.log")
-    print(json.dumps(asyncio.run(play(folder))))
+    print(json.dumps(asyncio.run(play_both(folder))))
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class RunProcess:
 
 async def wait_for(run: RunProcess, condition: Callable[[], Any]) -> None:
     """Wait until a condition holds; fail when the run ends before."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not condition():
         assert run.process.returncode is None, run.errors[-3000:]
         assert time.monotonic() < deadline, run.errors[-3000:]

@@ -130,6 +130,30 @@ async def test_a_worker_without_heartbeat_while_publishing_is_lost(killed: list[
     assert time.monotonic() - begun < 60
 
 
+class StalledRelay:
+    """Replaces the writer of a worker without a run directory, on a disk that answers late."""
+
+    def __init__(self) -> None:
+        self.beats = asyncio.Semaphore(0)
+
+    async def take(self, lines: object) -> tuple[()]:
+        for _ in range(12):
+            await self.beats.acquire()
+        return ()
+
+
+async def test_a_worker_is_kept_alive_while_the_driver_writes_its_rows(
+    killed: list[object],
+) -> None:
+    """For twice its lease."""
+    relay, actor = StalledRelay(), Actor(close_s=0.0, poll_s=0.0)
+    actor.beat = SimpleNamespace(remote=relay.beats.release)
+    handle = worker(actor, lease_s=0.3)
+    handle.relay = relay
+    async with asyncio.timeout(30):
+        assert (await handle.poll()).requests == 7
+
+
 class ClosingActor(SimpleNamespace):
     """Replaces an actor handle: it closes after the answer to its batch, which is in each reply."""
 
