@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         open_indexed,
         open_reader,
     )
-    from batch_runner.pool import RayWorker, connect_ray, decode_reply
+    from batch_runner.pool import RayWorker, SharedRay, connect_ray, decode_reply
     from batch_runner.progress import (
         JsonEvents,
         Progress,

@@ -60,6 +60,11 @@ class Interrupts:
         self._count = 0
         self._signals = signals
 
+    @property
+    def fired(self) -> bool:
+        """Whether a signal came."""
+        return self._count > 0
+
     @contextmanager
     def raising_in_blocking_code(self) -> Iterator[None]:
         """Use around code that blocks the loop: a signal raises KeyboardInterrupt there."""

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from batch_runner.budgets import earlier_cost
+from batch_runner.interrupts import Interrupts
 from batch_runner.plan import RunSource
-from batch_runner.pool import Watchdog, connect_ray
+from batch_runner.pool import SharedRay, Watchdog
 from batch_runner.progress import Progress, View
 from batch_runner.settings import Settings
 from hermes_rl.config import RunConfig
@@ -48,16 +49,18 @@ class JointRuns:
     Args:
         runs: their number.
         limits: of endpoints, and a budget.
-        stack: closes Ray.
+        shared: the Ray of all.
     """
 
-    def __init__(self, runs: int, limits: JointLimits, stack: ExitStack) -> None:
-        self.limits = limits
-        self._unfinished, self._stack = runs, stack
+    interrupts: Interrupts
+    """Catches signals for all."""
+
+    def __init__(self, runs: int, limits: JointLimits, shared: SharedRay) -> None:
+        self.runs, self.limits = runs, limits
+        self._unfinished, self._ray = runs, shared
         self._members: list[Member] = []
         self._begun, self._waiting = asyncio.Event(), 0
         self._draining = False
-        self._watchdogs: list[Watchdog | None] = []
 
     async def one(self, run: Awaitable[T]) -> T:
         """Await one of the runs. When it fails, the others start nothing more."""
@@ -93,10 +96,11 @@ class JointRuns:
 
     @contextmanager
     def ray(self, workers: int) -> Iterator[Watchdog | None]:
-        """Like `connect_ray`, but Ray stays until all runs have ended."""
-        if not self._watchdogs:
-            self._watchdogs.append(self._stack.enter_context(connect_ray(workers)))
-        yield self._watchdogs[0]
+        """Connect to the Ray of all runs. Raises: KeyboardInterrupt for a signal meanwhile."""
+        with ExitStack() as stack:
+            with self.interrupts.raising_in_blocking_code():
+                watchdog = stack.enter_context(self._ray.connect(workers))
+            yield watchdog
 
     async def _wait_for_all(self) -> None:
         if not self._begun.is_set():

@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -100,13 +100,15 @@ def open_pool(
     wanted = settings.config.run.runtime_env
     if settings.workers:
         _check_runtime_env(wanted)
-        connect = connect_ray if settings.joint is None else settings.joint.ray
+        joint = settings.joint
+        connect, runs = (connect_ray, 1) if joint is None else (joint.ray, joint.runs)
         with connect(settings.workers) as watchdog:
             if watchdog is None:  # an existing Ray, without this setting
                 wanted = {**wanted, "env_vars": {**KEEP_CHILDREN, **wanted.get("env_vars", {})}}
             keys, workers = settings.keys, settings.workers
             relays = Relays(spec, workers, commit, note)
-            pool = RayPool(spec, workers, coordinator, commit, watchdog, wanted, keys, relays)
+            every = workers * runs
+            pool = RayPool(spec, every, coordinator, commit, watchdog, wanted, keys, relays)
             yield pool.start
         return
     if wanted:
@@ -379,6 +381,7 @@ class RayPool:
 
     spec: WorkerSpec
     workers: int
+    """Of all runs that share this Ray."""
     coordinator: Coordinator
     """Of the run's rates and budgets."""
     commit: CommitBatch
@@ -519,6 +522,28 @@ def connect_ray(workers: int) -> Iterator[Watchdog | None]:
         ray.shutdown()
         if watchdog is not None:
             watchdog.close()
+
+
+class SharedRay:
+    """A Ray for several runs: the first that has workers starts it, and it ends with this
+    context."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._started: list[Watchdog | None] = []
+
+    def __enter__(self) -> SharedRay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def connect(self, workers: int) -> Iterator[Watchdog | None]:
+        """Like `connect_ray`, but Ray stays."""
+        if not self._started:
+            self._started.append(self._stack.enter_context(connect_ray(workers)))
+        yield self._started[0]
 
 
 def _start(workers: int, quiet: dict[str, Any]) -> Watchdog:

@@ -28,7 +28,7 @@ from batch_runner.plan import (
     refuse_other_dataset,
     store_rows,
 )
-from batch_runner.pool import connect_ray, open_pool
+from batch_runner.pool import SharedRay, connect_ray, open_pool
 from batch_runner.progress import Progress, Sink, Trouble, TroubleMonitor, View, default_progress
 from batch_runner.report import Report, Stop
 from batch_runner.settings import (
@@ -175,6 +175,7 @@ async def arun_jointly(
     *,
     progress: Progress | None = None,
     budget_usd: float | None = None,
+    ray: SharedRay | None = None,
 ) -> dict[str, Report]:
     """Run several configurations at the same time, with one limit of requests for the models of an
     endpoint, and an equal part of the rollouts in flight for each.
@@ -183,14 +184,15 @@ async def arun_jointly(
         configs: name -> a run.
         progress: shows all runs; None prints to stderr.
         budget_usd: of all runs together, earlier starts included, where all prices are known.
+        ray: for callers that run configurations several times; None starts one here if needed.
 
     Raises: as `arun_batch`, after the other runs have ended their rollouts.
     """
     limits, configs = await asyncio.to_thread(joint_limits, configs, budget_usd)
     shown = JointProgress(progress or default_progress())
     with ExitStack() as stack:
-        joint = JointRuns(len(configs), limits, stack)
-        stack.enter_context(catch_signals(joint.drain, joint.end_at_once))
+        joint = JointRuns(len(configs), limits, ray or stack.enter_context(SharedRay()))
+        joint.interrupts = stack.enter_context(catch_signals(joint.drain, joint.end_at_once))
         showing = asyncio.create_task(shown.show())
         runs = [
             joint.one(arun_batch(config, progress=shown.of(name), joint=joint))
@@ -205,7 +207,9 @@ async def arun_jointly(
     for name, report in zip(configs, ended, strict=True):
         if isinstance(report, BaseException):
             raise report
-        reports[name] = report
+        # A caller with further rounds must not begin one after Ctrl-C.
+        done = joint.interrupts.fired and report.stopped is None
+        reports[name] = replace(report, stopped="interrupted") if done else report
     return reports
 
 

@@ -84,6 +84,7 @@ async def open_hosts(shared: Hosts | None = None) -> AsyncIterator[Hosts]:
 class Joint(Protocol):
     """What runs at the same time share; see `batch_runner.joint`."""
 
+    runs: int
     limits: JointLimits
 
     def add(self, member: Any) -> None:
@@ -127,6 +128,8 @@ class Settings:
         env = self.config.env
         if env is not None and env.mode == "live":
             return "the same program"
+        if self.joint is not None:
+            return "the same command"
         command = "run" if env is None else f"env {env.mode}"
         return f"hermes-rl {command} --config {shlex.quote(f'{self.out}/run.yaml')}"
 

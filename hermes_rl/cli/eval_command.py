@@ -23,7 +23,7 @@ from hermes_rl.cli import run_command as run
 from hermes_rl.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from batch_runner import Report
+    from batch_runner import Report, SharedRay
     from hermes_rl.config import RunConfig
     from hermes_rl.evals import Comparison, Summary
 
@@ -62,9 +62,17 @@ class _Evaluation:
 def _work(values: dict[str, Any]) -> int:
     if not values["target"]:
         raise UserError("nothing to evaluate. Name it: hermes-rl eval humaneval --model local")
+    from batch_runner import SharedRay
+
     evaluation = _prepare(values)
+    with SharedRay() as ray:
+        return _run_rounds(evaluation, values, ray)
+
+
+def _run_rounds(evaluation: _Evaluation, values: dict[str, Any], ray: SharedRay) -> int:
+    """Run the pilot and the further rounds, and report."""
     for number, size in enumerate(_sizes(evaluation.tasks)):
-        for report in _run_round(evaluation, size, values["max_usd"]):
+        for report in _run_round(evaluation, size, values["max_usd"], ray):
             if report.exit_code not in (ExitCode.DONE, ExitCode.GIVEN_UP):
                 run.print_lines(report.lines())
                 if "budget" in str(report.detail) and values["max_usd"] is not None:
@@ -285,7 +293,9 @@ def _sizes(tasks: int) -> list[int]:
     return sorted({pilot, *(tasks - math.floor(step * left) for left in range(ROUNDS))})
 
 
-def _run_round(evaluation: _Evaluation, size: int, max_usd: float | None) -> Iterator[Report]:
+def _run_round(
+    evaluation: _Evaluation, size: int, max_usd: float | None, ray: SharedRay
+) -> Iterator[Report]:
     """Run all models on the first `size` tasks at the same time. Embedded models take turns, since
     they compete for this machine."""
     from batch_runner import arun_jointly, default_progress
@@ -302,7 +312,8 @@ def _run_round(evaluation: _Evaluation, size: int, max_usd: float | None) -> Ite
     for configs in (sized, *alone) if sized else alone:
         progress = default_progress()
         progress.note(f"{', '.join(configs)}: {size:,} of {evaluation.tasks:,} tasks")
-        yield from run_sync(arun_jointly(configs, progress=progress, budget_usd=max_usd)).values()
+        running = arun_jointly(configs, progress=progress, budget_usd=max_usd, ray=ray)
+        yield from run_sync(running).values()
 
 
 def _stop_after_pilot(evaluation: _Evaluation, values: Mapping[str, Any]) -> bool:

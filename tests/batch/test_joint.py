@@ -1,7 +1,11 @@
 """Runs at the same time: one limit of requests, even progress, one budget, one Ctrl-C."""
 
+import asyncio
 import os
 import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, STDOUT
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -114,6 +118,79 @@ async def test_one_interrupt_ends_all_runs_and_nothing_runs_twice(tmp_path: Path
         done = await arun_jointly(configs, progress=Progress())
         assert {report.done for report in done.values()} == {40}
         assert len(server.entries) == 80
+
+
+async def test_an_interrupt_shows_in_the_report_when_no_unit_stays_open(tmp_path: Path) -> None:
+    """A caller with further rounds, such as `hermes-rl eval`, must not begin the next one."""
+
+    class OnceAllRun(Shown):
+        def tick(self, view: View) -> None:
+            running = sum(one.running for one in (view, *view.others))
+            if not self.signals and running == AT_ONCE:
+                self.signals += 1
+                os.kill(os.getpid(), signal.SIGINT)
+
+    async with FakeServer(FakeConfig(latency_s=0.5)) as server:
+        reports = await arun_jointly(two_models(tmp_path, server, 3), progress=OnceAllRun())
+        ended = {(one.done, one.stopped, one.exit_code) for one in reports.values()}
+        assert ended == {(3, "interrupted", 130)}
+        assert reports["a"].lines()[-1] == "interrupted. Resume with: the same command"
+
+
+async def test_a_run_that_ends_by_a_fault_gives_its_slots_to_the_other(tmp_path: Path) -> None:
+    async with FakeServer(FakeConfig(latency_s=0.3, models=("a",))) as server:
+        reports = await arun_jointly(two_models(tmp_path, server, 12))
+        assert (reports["a"].done, reports["b"].stopped) == (12, "model_not_found")
+        assert server.peak_in_flight == AT_ONCE
+
+
+@pytest.mark.slow
+async def test_one_ray_serves_all_rounds_and_an_interrupted_round_resumes(tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": f"t{n}",
+            "prompt": f'{n}?\nSCRIPT: ["{n}"]',
+            "score": {"type": "number", "target": n},
+        }
+        for n in range(9)
+    ]
+    write_rows(tmp_path / "d.jsonl", rows)  # a pilot of 8 tasks, and a round of 9
+    command = [
+        *(sys.executable, "-c", "from hermes_rl.cli import main; exit(main())", "eval", "d.jsonl"),
+        *("--model", "a", "--model", "b", "--toolsets", "none"),
+        *("--workers", "1", "--concurrency", "4", "--base-url"),
+    ]
+    with tempfile.TemporaryDirectory(prefix="ray-") as rays:  # its sockets need a short path
+        environment = {**os.environ, "RAY_TMPDIR": rays}
+
+        async def evaluate(server: FakeServer, interrupt_at: int | None = None) -> tuple[int, str]:
+            child = await asyncio.create_subprocess_exec(
+                *(*command, server.base_url),
+                cwd=tmp_path,
+                env=environment,
+                stdout=PIPE,
+                stderr=STDOUT,
+            )
+            printed = asyncio.create_task(child.communicate())
+            while interrupt_at is not None and len(server.entries) < interrupt_at:
+                assert not printed.done(), printed.result()
+                await asyncio.sleep(0.02)
+            if interrupt_at is not None:
+                child.send_signal(signal.SIGINT)
+            text = (await printed)[0].decode()
+            assert "Traceback" not in text
+            return child.returncode or 0, text
+
+        async with FakeServer(FakeConfig(latency_s=0.3)) as server:
+            code, text = await evaluate(server, interrupt_at=3)
+            assert code == 130, text
+            assert "Resume with: the same command" in text
+            assert 3 <= len(server.entries) < 16
+            code, text = await evaluate(server)
+            assert code == 0, text
+            assert "b less a: +0%" in text
+            assert Counter(one.model for one in server.entries) == {"a": 9, "b": 9}
+        assert len([*Path(rays).glob("ray/session_2*")]) == 2, "one for each command"
 
 
 async def test_a_run_that_cannot_start_ends_the_others(tmp_path: Path) -> None:
