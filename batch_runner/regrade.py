@@ -39,6 +39,7 @@ from hermes_rl.rl import (
     settle_env,
     without_policy,
 )
+from hermes_rl.sandboxes import SandboxSnapshot
 from hermes_rl.store import (
     Derived,
     DerivedWriter,
@@ -51,6 +52,7 @@ from hermes_rl.store import (
     open_derived_writer,
     open_run,
 )
+from hermes_rl.task_folders import IMAGE_PREFIX
 from hermes_rl.tasks import LazyRow, Task
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
@@ -121,8 +123,9 @@ class RegradeResult:
             )
         if self.not_kept:
             lines.append(
-                f"{self.not_kept} have no stored workspace (or a ctx.state that is not JSON). "
-                "Make the run with --set run.keep_workspaces=true"
+                f"{self.not_kept} have no stored workspace (or a ctx.state that is not JSON, or an "
+                "image whose changes are not stored). Make the run with "
+                "--set run.keep_workspaces=true, task folders with --sandbox bubblewrap"
             )
         if self.other_task:
             lines.append(
@@ -335,10 +338,13 @@ class StoredRows:
     def _task_to_grade(self, row: Mapping[str, Any], tasks: Mapping[int, LazyRow]) -> Task | None:
         """The task of a rollout that is to be graded; None for others, which are counted."""
         result, row_id = self._result, row["trajectory_id"]
-        if self._kept.find(row_id, sandboxed=self._grader.sandboxed) is None:
+        kept = self._kept.find(row_id, sandboxed=self._grader.sandboxed)
+        task, edited = _task_of(row, tasks.get(row["row_index"]))
+        # The agents of task folders work in their image, not in the workspace.
+        inside = task is not None and (task.image or "").startswith(IMAGE_PREFIX)
+        if kept is None or (inside and kept.changes is None):
             result.not_kept += 1
             return None
-        task, edited = _task_of(row, tasks.get(row["row_index"]))
         if task is None:
             result.other_task += 1
             return None
@@ -354,7 +360,9 @@ class StoredRows:
         kept = self._kept.find(row_id, sandboxed=self._grader.sandboxed)
         assert kept is not None
         rolled = self._kept.as_rolled({**row, "metrics": decode_metrics(row["metrics"])})
-        return StoredRollout(rolled, task, kept.archive, kept.state, self.judged_by[row_id])
+        changes = SandboxSnapshot(kept.changes) if kept.changes is not None else None
+        by = self.judged_by[row_id]
+        return StoredRollout(rolled, task, kept.archive, changes, kept.state, by)
 
 
 def _unjudged(run: Run) -> set[str]:

@@ -1,9 +1,10 @@
 """Workspaces of rollouts, stored in the run directory for regrading.
 
-`workspaces/TRAJECTORY.tar.gz` holds the files, `workspaces/TRAJECTORY.json` what an environment
-noted in `ctx.state`. Both are stored before the row of the rollout. Files without a row (after a
-kill) are harmless and may be deleted. The row of a rollout that could not be graded is in
-`failures` and says so; `workspaces/TRAJECTORY.unjudged.json` says how its agent ended.
+`workspaces/TRAJECTORY.tar.gz` holds the files, `workspaces/TRAJECTORY.image` what was changed over
+an image, `workspaces/TRAJECTORY.json` what an environment noted in `ctx.state`. All are stored
+before the row of the rollout. Files without a row (after a kill) are harmless and may be deleted.
+The row of a rollout that could not be graded is in `failures` and says so;
+`workspaces/TRAJECTORY.unjudged.json` says how its agent ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hermes_rl.sandboxes import FORMAT, Sandbox
+from hermes_rl.sandboxes import FORMAT, Sandbox, changes_of
 from hermes_rl.store import disk_errors
 from hermes_rl.text import SECRETS
 
@@ -29,6 +30,8 @@ class Kept:
 
     archive: Path | None
     """None where there was no sandbox."""
+    changes: Path | None
+    """A snapshot of what was changed over an image, where the backend can write one."""
     state: dict[str, Any]
 
 
@@ -75,7 +78,8 @@ class Workspaces:
         state = self.folder / f"{trajectory_id}.json"
         if not state.exists() or (sandboxed and not archive.exists()):
             return None
-        return Kept(archive if sandboxed else None, json.loads(state.read_text()))
+        changes = changes_of(archive) if changes_of(archive).exists() else None
+        return Kept(archive if sandboxed else None, changes, json.loads(state.read_text()))
 
     def as_rolled(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row of `trajectories`, or one of `failures` with what could not be judged in its place:

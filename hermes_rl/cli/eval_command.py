@@ -194,13 +194,15 @@ def _of_folder(
     """Evaluate task folders where they are, in the order of their names: images are built from
     them. Raises: UserError."""
     from hermes_rl.config import set_key
-    from hermes_rl.task_folders import task_folders
+    from hermes_rl.sources import read_rows
 
     if values["rescore"]:
         raise UserError("--rescore judges answers, not workspaces. Use env regrade for it")
-    found = len(task_folders(folder))
-    evaluation.tasks = min(values["limit"] or found, found)
+    rows = islice(read_rows(str(folder)), values["limit"])
+    tasks = [json.dumps({"task_hash": row.task_hash}) + "\n" for row in rows]
+    evaluation.tasks = len(tasks)
     evaluation.root.mkdir(parents=True, exist_ok=True)
+    _write_tasks(evaluation.root / "tasks.jsonl", tasks)
     set_key(data, "dataset.path", str(folder))
     return evaluation
 

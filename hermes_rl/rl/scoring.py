@@ -52,7 +52,7 @@ from hermes_rl.rl.loading import Opened, env_rows
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.rl.view import Rollout
 from hermes_rl.rollout import Stage
-from hermes_rl.sandboxes import Sandbox, SandboxSpec
+from hermes_rl.sandboxes import Sandbox, SandboxSnapshot, SandboxSpec
 from hermes_rl.sources import read_rows
 from hermes_rl.store import Grade, RunDir, decode_metrics
 from hermes_rl.tasks import LazyRow, Task
@@ -151,6 +151,8 @@ class StoredRollout:
     task: Task
     archive: Path | None
     """None for an environment without sandboxes."""
+    changes: SandboxSnapshot | None
+    """Of what was changed over an image."""
     state: dict[str, Any]
     grade_id: str
 
@@ -283,6 +285,7 @@ class Grader:
             lease=f"{run.run_id}-regrade-{stored.row['trajectory_id'][:16]}",
             image=stored.task.image or run.config.sandbox.image,
             limits=sandbox_limits_of(run.config.sandbox.limits, stored.task),
+            snapshot=stored.changes,
         )
         sandbox = await run.backend.lease(spec)
         try:

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         reap,
         workers,
     )
+    from hermes_rl.sandboxes.snapshots import changes_of
     from hermes_rl.sandboxes.ssh import SshHost, SshHosts
     from hermes_rl.sandboxes.watchdog import memory_folder, remove_tree
 else:

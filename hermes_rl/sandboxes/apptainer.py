@@ -580,6 +580,10 @@ class ApptainerSandbox(HostSandbox):
         await super()._save_files(folder)
         await save_folder(self.folders.upper, folder / ROOT)
 
+    def _changes(self) -> Path:
+        """See `FolderSandbox`."""
+        return self.folders.upper
+
     def _check_workspace(self) -> None:
         if not self.folders.workspace.is_dir():
             raise SandboxDied("the workspace vanished")

@@ -284,7 +284,8 @@ class Sandbox(Protocol):
     async def pack_left(self, local: Path) -> None:
         """End the agent's processes for good, as `grade` does, and write the workspace that it left
         to an archive on the host (`packing.FORMAT`). There is none of a workspace that exceeds the
-        bounds of `packing`.
+        bounds of `packing`. Bubblewrap and Apptainer write what was changed over an image beside
+        it, as a snapshot (`snapshots.changes_of`).
 
         Raises: SandboxDied; OSError, as of a full disk.
         """

@@ -624,8 +624,13 @@ class BubblewrapSandbox(HostSandbox):
         lease = self._lease
         if lease.host is None:
             await super()._save_files(folder)
-        if (upper := lease.layers.upper) is not None:
-            await save_folder(lease.storage.seen(upper.up), folder / ROOT)
+        if (changes := self._changes()) is not None:
+            await save_folder(changes, folder / ROOT)
+
+    def _changes(self) -> Path | None:
+        """See `FolderSandbox`."""
+        upper = self._lease.layers.upper
+        return None if upper is None else self._lease.storage.seen(upper.up)
 
     async def _after(self, ended: Ended) -> None:
         if ended.exit_code and self._out_of_memory():

@@ -528,10 +528,18 @@ class FolderSandbox(ShellSandbox):
         """See `ShellSandbox`."""
         await save_folder(self._files.folder, folder / snapshots.WORKSPACE)
 
+    def _changes(self) -> Path | None:
+        """The layer of what was changed over an image, as the host sees it."""
+        return None
+
     async def pack_left(self, local: Path) -> None:
         """See `base.Sandbox.pack_left`."""
         await self._end_session()
         try:
+            if (changes := self._changes()) is not None:
+                half = await asyncio.to_thread(snapshots.begin_changes, local)
+                await save_folder(changes, half / snapshots.ROOT)
+                half.rename(snapshots.changes_of(local))
             await pack_in_thread(self._files.folder, lambda packing: packing.pack(local))
         except Unpackable as error:
             _log.warning("what a rollout left is not kept: %s", error)

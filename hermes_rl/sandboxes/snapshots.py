@@ -62,6 +62,23 @@ async def save(
     (folder / ABOUT).write_text(json.dumps({"place": place}))
 
 
+def changes_of(archive: Path) -> Path:
+    """The folder beside an archive of `Sandbox.pack_left` with the changes over an image:
+    a snapshot with an empty workspace."""
+    return archive.with_name(f"{archive.name.partition('.')[0]}.image")
+
+
+def begin_changes(archive: Path) -> Path:
+    """Make such a folder, without its `root.tar`, under a name of its own. Blocks."""
+    target = changes_of(archive)
+    half = target.with_name(f".{target.name}.half")
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir()
+    tarfile.open(half / WORKSPACE, "w").close()
+    (half / ABOUT).write_text(json.dumps({"place": ""}))
+    return half
+
+
 async def restore(folder: Path, shell: Shell, run: Script, place: str) -> None:
     """Bring back what `save` wrote. Raises: OSError; SandboxDied."""
     if (archive := folder / TEMPORARY).exists():

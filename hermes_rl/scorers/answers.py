@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, DecimalException
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -97,15 +97,19 @@ def _boxed_contents(text: str) -> Iterator[str]:
             yield text[match.end() : at - 1].strip()
 
 
-def sole(values: Sequence[Any]) -> tuple[Any, str]:
+def sole(values: Iterable[Any]) -> tuple[Any, str]:
     """The one value of all commitments, or None and why there is none."""
-    different = list(dict.fromkeys(values))
-    if len(different) == 1 and different[0] is not None:
-        return different[0], ""
-    why = "several different answers" if len(different) > 1 else "no answer found"
-    return None, why
+    different = set[Any]()
+    for value in values:
+        different.add(value)
+        if len(different) > 1:
+            return None, "several different answers"
+    only = next(iter(different), None)
+    return only, "no answer found" if only is None else ""
 
 
+MAX_DIGITS = 1000
+"""A longer number is none."""
 _NUMBER = r"[-+\u2212]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 _NUMBERS = re.compile(rf"(?<![\w.])({_NUMBER})(?:[ \t]*/[ \t]*({_NUMBER}))?")
 _MIXED = re.compile(r"([-+\u2212]?)[ \t]*(\d{1,9})[ \t]+(\d{1,9})/(\d{1,9})(?![\d.,])")
@@ -122,7 +126,13 @@ _SCALED_FRACTION = re.compile(
     rf"(?<![\w./,])(?:(\d{{1,9}})[ \t]+)?(\d{{1,9}})/(\d{{1,9}})[ \t-]+({'|'.join(_SCALES)})(?!\w)",
     re.IGNORECASE,
 )
-_ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[\u221a\u03c0^]")
+_ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi|pm)(?![A-Za-z])|[\u221a\u03c0^\u00b1]")
+_END = r"(?=[ \t]*(?:[.)\]}$*!?]*\s*\Z|[,;&|]|(?i:and|or)\b))"
+_ALSO_NUMBER = re.compile(
+    rf"[ \t]*+(?:(?:,[ \t]*)?(?i:or|to)\b[ \t]*\\?({_NUMBER})"
+    rf"|(?:[,;&|]|(?:,[ \t]*)?(?i:and)\b)[ \t]*\\?({_NUMBER}){_END})"
+)
+"""Another number of a list such as `42 or 43`, from which the scorer must not choose."""
 _GOES_ON = re.compile(
     r"[ \t]*+(?:\\(?:sqrt|pi|times|cdot|div|pm)(?![A-Za-z])|[\u221a\u03c0\u00d7\u00f7]"
     r"|\^(?!\s*+\{?\s*+\\circ)|[-+*\u2212][ \t]*[\d\\]"
@@ -161,6 +171,8 @@ def _value(found: re.Match[str]) -> Fraction | None:
 
 def _decimal(text: str) -> Fraction:
     text = text.rstrip(",")
+    if len(text) > MAX_DIGITS:
+        raise ValueError("arithmetic with it takes seconds")
     if "," in text and not _GROUPED.fullmatch(text):
         raise ValueError("a list or a decimal comma")
     return Fraction(Decimal(text.translate({0x2212: "-", ord(","): None, ord("$"): None})))
@@ -170,7 +182,7 @@ def number(options: Mapping[str, Any], answer: str) -> Score:
     """The number that the answer commits itself to, else its last one, is the target."""
     stated = commitments(answer)
     if stated:
-        value, why = sole([_stated_number(one) for one in stated])
+        value, why = sole(map(_stated_number, dict.fromkeys(stated)))
     else:
         value, why = number_of(answer[-MAX_CHARS:], last=True), "no number found"
     if value is None:
@@ -195,7 +207,7 @@ def _stated_number(text: str) -> Fraction | None:
 
     None for a larger expression, such as `2\\sqrt{3}`: its first number is not its value.
     """
-    sentence = re.split(r"(?<=[^\d\s])\.\s|(?<=\d)\.\s|;", text)[0]
+    sentence = re.split(r"(?<=\S)\.\s|;(?!\s*[-+$\\.\d])", text)[0]
     plain = _plain(sentence.rpartition("=")[2]).strip()
     if plain[:1] in ("-", "\u2212", "\u2013"):
         plain = f"-{plain[1:].lstrip()}"
@@ -205,7 +217,11 @@ def _stated_number(text: str) -> Fraction | None:
     if (mixed := _MIXED.match(plain)) and int(mixed[4]):
         part = int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))
         return -part if mixed[1] in ("-", "\u2212") else part
-    return None if _GOES_ON.match(plain, found.end()) else _value(found)
+    if _GOES_ON.match(plain, found.end()):
+        return None
+    value, at = _value(found), found.end() - found[0].endswith(",")
+    also = _ALSO_NUMBER.match(plain, at)
+    return None if also and number_of(also[1] or also[2]) != value else value
 
 
 _LETTER = re.compile(r"\W*+(?:(?:option|choice)\s\W*+)?([A-Z])(?![A-Za-z'\u2019])", re.IGNORECASE)

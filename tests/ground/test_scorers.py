@@ -1,5 +1,6 @@
 """Scorers of task rows: right answers score 1, forged ones 0, and none can hang or crash a run."""
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ RIGHT = [
     ("number", r"\boxed{1234\frac{1}{2}}"),
     ("number", r"\boxed{1.2345 \times 10^{3}}"),
     ("number", r"Answer: 1234.5^\circ, which is 6 * 7"),
+    ("number", "Answer: 1234.5, 2 more than 1232.5"),
+    ("number", "Answer: 1234.5; since 1000 + 234.5 = 1234.5"),
+    ("number", "Answer: 1234.5 dollars and 3 cents"),
     ("json", '{"city": {"name": "Paris"}, "n": [2]}'),
     ("json", 'Here:\n```json\n{"city": {"name": "Paris"}, "n": [2.0]}\n```'),
     ("math", r"so \boxed{0.5}"),
@@ -61,6 +65,12 @@ WRONG = [
     ("number", r"\boxed{\sqrt{1234.5}}"),
     ("number", r"\boxed{1234.5 + 1}"),
     ("number", "Answer: 12,34.5"),
+    ("number", "Answer: 1234.5 or 1235.5"),
+    ("number", "Answer: either 1234.5 or 7"),
+    ("number", r"\boxed{1234.5, 1235.5}"),
+    ("number", "Answer: 1234.5; 1235.5"),
+    ("number", "The answer is 1234.5 and 7."),
+    ("number", r"\boxed{\pm 1234.5}"),
     ("number", "NaN inf 1e9999999"),
     ("json", '{"city": {"name": "Rome", "name": "Paris"}, "n": [2]}'),
     ("json", '{"city": {"name": "Paris"}, "n": [true]}'),
@@ -218,6 +228,20 @@ def test_answers_of_white_space_and_fences_take_linear_time() -> None:
         for answer in (f"answer is{blank}\n", *hidden[1:], f"answer{'*' * size}", blank):
             assert READERS[kind](scorer.options, answer).value == 0.0
     assert extract_code("```a\n" * 100_000) is None
+
+
+def test_long_and_many_numbers_take_little_time() -> None:
+    long = "1" * 190_000
+    listed = "\n".join(f"#### {n}e9999" for n in range(1, 9_000))
+    started = time.process_time()
+    for answer in (
+        long,
+        f"\\boxed{{{long}}}",
+        f"\\frac{{{long[:90_000]}}}{{{'7' * 90_000}}}",
+        listed,
+    ):
+        assert READERS["number"]({"target": 42}, answer).value == 0.0
+    assert time.process_time() - started < 3.0, "it took more than ten seconds of the whole run"
 
 
 def test_a_tolerance_is_the_decimal_number_that_was_written() -> None:

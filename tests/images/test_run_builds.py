@@ -19,6 +19,7 @@ from urllib.parse import quote
 import pytest
 from image_kit import harbor_task
 
+from batch_runner import regrade_run
 from hermes_rl.cli import main
 from hermes_rl.locks import file_lock
 from hermes_rl.sandboxes import (
@@ -96,6 +97,44 @@ def test_a_run_builds_each_missing_image_once(
     again = {path.name: path.stat().st_mtime_ns for path in store.root.glob("names/*")}
     assert len(again) == 3
     assert images.items() < again.items(), "existing images are not built again"
+
+
+async def test_task_folders_are_evaluated_and_their_workspaces_graded_again(
+    store: ImageStore, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents work in the image, not in the workspace: both are kept and graded again."""
+    for number in range(3):
+        steps = [{"run": f"echo {'bye' if number == 2 else 'hello'} >hello.txt"}, "Done."]
+        text = f"Write hello ({number}).\nSCRIPT: {json.dumps(steps)}\n"
+        task(tmp_path / f"tasks/t{number}", "FROM base\nWORKDIR /app\n", **{"instruction.md": text})
+    monkeypatch.chdir(tmp_path)
+    async with FakeServer() as server:
+        command = [
+            *("eval", "tasks", "--model", "a", "--model", "b", "--base-url", server.base_url),
+            *(*HERE, "--set", "run.keep_workspaces=true", *alias_option(base)),
+        ]
+        assert await asyncio.to_thread(main, command) == 0
+        found = json.loads(Path("runs/eval-tasks/evaluation.json").read_text())["models"]
+        assert {m: (one["tasks"], one["solved"][0]) for m, one in found.items()} == {
+            "a": (3, pytest.approx(2 / 3)),
+            "b": (3, pytest.approx(2 / 3)),
+        }
+        calls = len(server.entries)
+
+        async def graded_again() -> dict[str, Any]:
+            done = await regrade_run(Path("runs/eval-tasks/a"))
+            return {"graded": done.graded, "known": done.known, "changed": done.changed}
+
+        assert await graded_again() == {"graded": 3, "known": 0, "changed": 0}
+        (tmp_path / "tasks/t0/tests/test.sh").write_text("#!/bin/bash\nexit 1\n")
+        assert await graded_again() == {"graded": 1, "known": 2, "changed": 1}
+        assert await asyncio.to_thread(main, command) == 2, "old results would count in the score"
+        assert len(server.entries) == calls
+    for kept in Path("runs/eval-tasks/a/workspaces").glob("*.image"):
+        shutil.rmtree(kept)  # as of an earlier version, or a backend that cannot write it
+    (tmp_path / "tasks/t0/tests/test.sh").write_text("#!/bin/bash\nexit 2\n")
+    done = await regrade_run(Path("runs/eval-tasks/a"))
+    assert (done.graded, done.not_kept) == (0, 3)
 
 
 async def test_units_with_their_image_do_not_wait_for_other_builds(
