@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -73,12 +76,13 @@ class Hub:
 
         where = f"{self.repository}@{self.revision[:12]}"
         try:
-            folder = snapshot_download(
-                self.repository,
-                repo_type="dataset",
-                revision=self.revision,
-                allow_patterns=self.files,
-            )
+            with _quiet_client():
+                folder = snapshot_download(
+                    self.repository,
+                    repo_type="dataset",
+                    revision=self.revision,
+                    allow_patterns=self.files,
+                )
         except Exception as error:  # a boundary: the hub's client raises many unrelated classes
             raise UserError(
                 f"{benchmark}: {where} cannot be read from the hub: {_reason(error)}. Or name a "
@@ -93,15 +97,37 @@ class Hub:
         return where, [row for path in found for row in self.read(path)]
 
 
+@contextmanager
+def _quiet_client() -> Iterator[None]:
+    """Keep the hub's client from printing two lines for each of its retries, and a progress bar
+    where there is no terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled as without_bars
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+
+    level, hide = hub_logging.get_verbosity(), not (without_bars() or sys.stderr.isatty())
+    hub_logging.set_verbosity(logging.CRITICAL)
+    if hide:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(level)
+        if hide:
+            enable_progress_bars()
+
+
 def _reason(error: Exception) -> str:
     """Why the hub sent nothing, and what to do about it."""
-    from huggingface_hub.errors import GatedRepoError
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 
     chain = [error]
     while isinstance(cause := chain[-1].__cause__, Exception):
         chain.append(cause)
     statuses = [getattr(getattr(one, "response", None), "status_code", None) for one in chain]
     status = next((one for one in statuses if one is not None), None)
+    if any(isinstance(one, OfflineModeIsEnabled) for one in chain):
+        return "it is not in the cache, and HF_HUB_OFFLINE is set. Unset it for the first time"
     if any(isinstance(one, GatedRepoError) for one in chain):
         return "its licence has to be accepted. Do that on its page, and set HF_TOKEN"
     if status in (401, 403):

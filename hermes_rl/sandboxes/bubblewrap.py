@@ -621,8 +621,7 @@ class BubblewrapSandbox(HostSandbox):
 
     async def _save_files(self, folder: Path) -> None:
         """See `ShellSandbox`. Files of the host stay where they are."""
-        lease = self._lease
-        if lease.host is None:
+        if self._lease.host is None:
             await super()._save_files(folder)
         if (changes := self._changes()) is not None:
             await save_folder(changes, folder / ROOT)

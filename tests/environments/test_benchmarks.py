@@ -52,6 +52,7 @@ def load(names: tuple[str, ...], tmp_path: Path, address: str, **more: str) -> l
         env=env,
         check=True,
     )
+    assert done.stderr == "", "the client prints neither its retries nor a progress bar"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -69,6 +70,7 @@ def test_data_is_read_from_a_hub_once_and_a_refusal_names_the_fix(tmp_path: Path
     again, absent = load(("gsm8k", "gpqa"), tmp_path, hub, HF_HUB_OFFLINE="1")
     assert again == loaded, "from the cache"
     assert "gpqa: Idavidrein/gpqa@633f5ee89ab8 " in absent
+    assert "HF_HUB_OFFLINE is set. Unset it" in absent
 
     refused = {
         "openai/gsm8k": (404, ""),
