@@ -273,8 +273,7 @@ class VarianceSplit:
         """What reduces the standard error more, for the same number of units."""
         if math.isnan(self.within):
             return "run each task at least twice to see how much repeats differ"
-        more = self.with_twice_the_repeats / self.standard_error if self.standard_error else 1.0
-        if more < 0.75:
+        if _less_noise(self.between, self.within / self.repeats) < 0.75:
             return "repeats differ much: more repeats help nearly as much as more tasks"
         return "tasks differ more than repeats: only more tasks help"
 
@@ -306,8 +305,15 @@ def variance_split(values: Numbers, tasks: Labels) -> VarianceSplit:
         within=within,
         standard_error=math.sqrt(of_means / number),
         with_twice_the_tasks=math.sqrt(of_means / (2 * number)),
-        with_twice_the_repeats=math.sqrt((between + noise / 2) / number),
+        with_twice_the_repeats=math.sqrt(of_means / number) * _less_noise(between, noise),
     )
+
+
+def _less_noise(between: float, noise: float) -> float:
+    """The factor by which twice the repeats change a standard error. Where tasks happen to differ
+    by less than the noise, `between` is 0, and the noise makes up all of it."""
+    total = between + noise
+    return math.sqrt((between + noise / 2) / total) if total > 0 else 1.0
 
 
 def mcnemar(only_a: int, only_b: int) -> float:

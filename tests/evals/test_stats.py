@@ -143,6 +143,23 @@ def test_the_variance_is_split_into_tasks_and_repeats() -> None:
     assert "at least twice" in stats.variance_split([0.0, 1.0], [0, 1]).advice
 
 
+@pytest.mark.parametrize(
+    ("values", "tasks"),
+    [
+        ([1, 0] * 10, [n // 2 for n in range(20)]),  # tasks do not differ at all
+        ([1, 0, 1], [0, 1, 1]),  # unequal repeats, by chance less different than the noise
+        ([1, 0, 0, 1, 1, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]),
+    ],
+)
+def test_where_only_repeats_differ_more_repeats_are_advised(
+    values: list[int], tasks: list[int]
+) -> None:
+    split = stats.variance_split(values, tasks)
+    assert split.between == 0
+    assert split.advice.startswith("repeats differ much")
+    assert split.with_twice_the_repeats <= split.standard_error
+
+
 def test_a_detectable_effect_is_detected_in_four_of_five_cases() -> None:
     random, found = np.random.default_rng(10), 0
     effect = stats.detectable_effect(1.0, 50)
