@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,22 +98,15 @@ class Hub:
 
 @contextmanager
 def _quiet_client() -> Iterator[None]:
-    """Keep the hub's client from printing two lines for each of its retries, and a progress bar
-    where there is no terminal."""
-    from huggingface_hub.utils import are_progress_bars_disabled as without_bars
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    """Keep the hub's client from printing two lines for each of its retries."""
     from huggingface_hub.utils import logging as hub_logging
 
-    level, hide = hub_logging.get_verbosity(), not (without_bars() or sys.stderr.isatty())
+    level = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.CRITICAL)
-    if hide:
-        disable_progress_bars()
     try:
         yield
     finally:
         hub_logging.set_verbosity(level)
-        if hide:
-            enable_progress_bars()
 
 
 def _reason(error: Exception) -> str:
