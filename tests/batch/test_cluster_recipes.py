@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 import kit
 import pytest
-import ray.autoscaler
 import yaml
 
 from hermes_rl.testing import FakeServer
@@ -42,6 +41,8 @@ async def test_the_command_of_a_recipe_is_accepted(
 
 
 def test_ray_accepts_the_configuration_of_its_launcher() -> None:
+    import ray.autoscaler
+
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     config = yaml.safe_load((RECIPES / "autoscaler.yaml").read_text())
     jsonschema.validate(config, schema)
@@ -70,4 +71,6 @@ def test_every_pod_sees_the_run_directory_and_the_key() -> None:
 
 
 def test_recipes_name_the_locked_version_of_ray() -> None:
+    import ray
+
     assert KUBERAY["spec"]["rayClusterSpec"]["rayVersion"] == ray.__version__

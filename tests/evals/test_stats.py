@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats as scipy_stats
+import scipy
 
 from hermes_rl.evals import bootstrap, stats, wilson
 
@@ -14,9 +14,9 @@ TRIALS = 1_500
 @pytest.mark.parametrize("df", [1, 2, 3, 9, 59, 163, 100_000])
 def test_students_t_is_that_of_scipy(df: int) -> None:
     for p in (0.05, 0.6, 0.9, 0.975, 0.995):
-        assert stats.t_quantile(p, df) == pytest.approx(scipy_stats.t.ppf(p, df), rel=1e-7)
+        assert stats.t_quantile(p, df) == pytest.approx(scipy.stats.t.ppf(p, df), rel=1e-7)
     for t in (-8, -0.3, 0, 1, 5):
-        assert stats.t_cdf(t, df) == pytest.approx(scipy_stats.t.cdf(t, df), abs=1e-9)
+        assert stats.t_cdf(t, df) == pytest.approx(scipy.stats.t.cdf(t, df), abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_paired_difference_covers_the_truth_and_tests_have_their_level() -> No
 def test_a_share_of_one_result_has_a_width() -> None:
     mean, low, high = stats.share_interval([1.0] * 20)
     assert (mean, high) == (1.0, 1.0)
-    assert low == pytest.approx(20 / (20 + scipy_stats.t.ppf(0.975, 19) ** 2))
+    assert low == pytest.approx(20 / (20 + scipy.stats.t.ppf(0.975, 19) ** 2))
     assert math.isnan(stats.share_interval([0.5]).low)
     assert math.isnan(stats.share_interval([]).mean)
 
@@ -104,18 +104,18 @@ def test_pass_at_k_is_unbiased() -> None:
         (stats.pass_at_k, 1 - 0.7**3),
         (stats.pass_hat_k, 0.3**3),
     ):
-        weights = scipy_stats.binom.pmf(range(9), 8, 0.3)
+        weights = scipy.stats.binom.pmf(range(9), 8, 0.3)
         mean = sum(w * estimate(8, c, 3) for c, w in enumerate(weights))
         assert mean == pytest.approx(truth)
 
 
 def test_tests_are_those_of_scipy() -> None:
-    assert stats.mcnemar(3, 12) == pytest.approx(scipy_stats.binomtest(3, 15).pvalue)
+    assert stats.mcnemar(3, 12) == pytest.approx(scipy.stats.binomtest(3, 15).pvalue)
     assert stats.mcnemar(0, 0) == 1.0
     random = np.random.default_rng(2)
     data = random.normal(0.4, 1, 12)
-    assert stats.paired_t(data) == pytest.approx(scipy_stats.ttest_1samp(data, 0).pvalue)
-    exact = scipy_stats.permutation_test(
+    assert stats.paired_t(data) == pytest.approx(scipy.stats.ttest_1samp(data, 0).pvalue)
+    exact = scipy.stats.permutation_test(
         (data,), np.mean, permutation_type="samples", n_resamples=np.inf
     )
     assert stats.sign_flips(data) == pytest.approx(exact.pvalue)
@@ -126,7 +126,7 @@ def test_tests_are_those_of_scipy() -> None:
 def test_many_p_values() -> None:
     values = [0.01, 0.04, 0.03, 0.005]
     assert stats.holm(values) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    expected = scipy_stats.false_discovery_control(values)
+    expected = scipy.stats.false_discovery_control(values)
     assert stats.benjamini_hochberg(values) == pytest.approx(list(expected))
 
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import datasets
 import msgspec
 import pytest
 import rollouts
@@ -195,6 +194,8 @@ def test_the_recipe_of_the_training_page_draws_one_branch_per_rollout(tmp_path: 
         segments = [rollouts.segment(number, [1, 2], [1], n_branches=2), later]
         made.append(rollouts.finished(number, rollouts.with_quoted_answer(), segments=segments))
     report = export_run(rollouts.write(tmp_path / "run", made), "trl-grpo")
+    import datasets
+
     data = datasets.Dataset.from_parquet(str(report.out), cache_dir=str(tmp_path / "cache"))
     drawn = [recipe["one_branch_each"](data, seed) for seed in range(200)]
     assert all(len(set(rows["trajectory_id"])) == len(rows) == 2 for rows in drawn)

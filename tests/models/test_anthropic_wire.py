@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import anthropic
 import pytest
 
 from hermes_rl.messages import ToolMessage
@@ -11,6 +10,8 @@ from hermes_rl.testing import FakeConfig, FakeServer
 
 
 async def test_official_client_reads_cache_usage():
+    import anthropic  # late: two seconds, which only this process needs
+
     marked = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     model_request = {
         "model": "m",

@@ -3,7 +3,6 @@ what we send, and our clients read what they read."""
 
 import json
 
-import anthropic
 import msgspec
 import openai
 import pytest
@@ -30,13 +29,18 @@ each_dialect = pytest.mark.parametrize("mode", SERVERS)
 
 
 def package_of(mode):
-    return anthropic if mode == "anthropic_messages" else openai
+    if mode == "anthropic_messages":
+        import anthropic  # late: two seconds, which only this process needs
+
+        return anthropic
+    return openai
 
 
 def official(mode, server, **options):
     options = {"api_key": "k", "max_retries": 0, "timeout": 30, **options}
     if mode == "anthropic_messages":
-        return anthropic.AsyncAnthropic(base_url=server.base_url.removesuffix("/v1"), **options)
+        address = server.base_url.removesuffix("/v1")
+        return package_of(mode).AsyncAnthropic(base_url=address, **options)
     return openai.AsyncOpenAI(base_url=server.base_url, **options)
 
 

@@ -3,11 +3,9 @@ out of all its calls."""
 
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
-from anthropic.types import message_create_params
-from openai.types.chat import completion_create_params
-from openai.types.responses import response_create_params
 from typed_body import misfits
 
 from hermes_rl.errors import BadRequest, UserError
@@ -42,11 +40,11 @@ HISTORY = [
     UserMessage(content="And now?"),
 ]
 OFFICIAL = {
-    "chat_completions": ("api.openai.com", completion_create_params),
-    "codex_responses": ("api.openai.com", response_create_params),
-    "anthropic_messages": ("api.anthropic.com", message_create_params),
+    "chat_completions": ("api.openai.com", "openai.types.chat.completion"),
+    "codex_responses": ("api.openai.com", "openai.types.responses.response"),
+    "anthropic_messages": ("api.anthropic.com", "anthropic.types.message"),
 }
-"""api_mode -> the host of the package's own provider, the package's declaration."""
+"""api_mode -> the host of the package's own provider, the beginning of its module's name."""
 
 
 UNDECLARED = {
@@ -67,13 +65,10 @@ def body_of(mode, host=None, **fields):
 
 
 def declared(mode, stream):
-    module = OFFICIAL[mode][1]
-    names = {
-        "chat_completions": "CompletionCreateParams",
-        "codex_responses": "ResponseCreateParams",
-        "anthropic_messages": "MessageCreateParams",
-    }
-    return getattr(module, names[mode] + ("Streaming" if stream else "NonStreaming"))
+    name = OFFICIAL[mode][1]
+    module = import_module(f"{name}_create_params")  # late: two seconds, only for this process
+    kind = name.rpartition(".")[2].title() + "CreateParams"
+    return getattr(module, kind + ("Streaming" if stream else "NonStreaming"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -106,6 +105,8 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     assert max(info["chars"] for info in infos) < 200
     [part] = out.glob("trajectories/*.parquet")
     assert pq.read_schema(part).field("image_data").type.value_type.field("bytes").type == "binary"
+    import datasets
+
     [read] = datasets.load_dataset("parquet", data_files=str(part), split="train", streaming=True)
     assert [image["bytes"] for image in read["image_data"]] == [DOT, None, DOT]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import duckdb
 import msgspec
 import polars as pl
@@ -86,6 +85,8 @@ def through_duckdb(path: Path) -> list[tuple[Any, Any]]:
 
 
 def through_datasets(path: Path, **how: Any) -> list[tuple[Any, Any]]:
+    import datasets
+
     how = how or {"cache_dir": str(path.parent / "cache")}
     rows = datasets.load_dataset("parquet", data_files=str(path), split="train", **how)
     return [(r["messages"], r["metadata"]) for r in rows]
@@ -167,6 +168,8 @@ def test_hard_json_through_all_readers(tmp_path: Path) -> None:
 
 
 def test_every_column_is_read_by_every_reader(tmp_path: Path) -> None:
+    import datasets
+
     part = Written(tmp_path, [{"a": 1}, {}], ["", "x"]).part
     names = pq.read_schema(part).names
     assert list(Run(RunDir(tmp_path)).trajectories.columns) == names
