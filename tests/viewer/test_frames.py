@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from made_runs import finished_attempt
-from matplotlib.figure import Figure
 
 from hermes_rl import evals, load_run
 from hermes_rl.errors import UserError
@@ -163,6 +162,8 @@ def test_plots_of_one_run_return_figure_and_frame(name: str, rows: int, small: R
 
 def check(plot: evals.Plot, rows: int) -> None:
     """A picture that is not empty, and a frame with the rows; text stays inside the picture."""
+    from matplotlib.figure import Figure
+
     figure, frame = plot
     assert isinstance(figure, Figure)
     assert isinstance(frame, pd.DataFrame)
