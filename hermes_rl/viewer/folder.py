@@ -134,7 +134,7 @@ class RunFolder:
             started = starts[-1].get("started_at")
             row["started_at"] = None if started is None else float(started)
             row["model"] = (identity.get("model") or {}).get("name")
-            stats = _stored_stats(path) if driver is None else None
+            stats = self._stored_stats(name, path) if driver is None else None
             row |= self._counts_of(name) if stats is None else _counts(stats)
             row["in_flight"] = self._in_flight(name, run) if driver is not None else 0
             row["trouble"] = list(manifest.get("trouble", ())) if driver is not None else []
@@ -142,6 +142,20 @@ class RunFolder:
         except Exception as error:  # one damaged run, of any kind, must not hide the others
             row |= {"state": "damaged", "started_at": None, "error": str(error)}
         return row
+
+    def _stored_stats(self, name: str, path: Path) -> Plain | None:
+        """stats.json, if it covers all rows: it is as new as the newest commit, or has as many, as
+        in a copy, whose files have the times of copying."""
+        try:
+            file = path / "stats.json"
+            stats: Plain = msgspec.json.decode(file.read_bytes())
+            if file.stat().st_mtime >= (path / "commits").stat().st_mtime:
+                return stats
+        except (OSError, msgspec.DecodeError):
+            return None
+        stored, found = _counts(stats), self._counts_of(name)
+        same = all(stored[key] == found[key] for key in ("done", "failed_attempts"))
+        return stats if same else None
 
     def _counts_of(self, name: str) -> Plain:
         """Counts of a run without current statistics: it is in progress, or was killed."""
@@ -336,18 +350,6 @@ def _find(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Path]]:
             yield name, path
         elif depth > 1:
             yield from _find(path, f"{name}/", depth - 1)
-
-
-def _stored_stats(path: Path) -> Plain | None:
-    """stats.json, if it is as new as the newest commit."""
-    try:
-        file = path / "stats.json"
-        if file.stat().st_mtime < (path / "commits").stat().st_mtime:
-            return None
-        stats: Plain = msgspec.json.decode(file.read_bytes())
-        return stats
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 def _counts(stats: Plain) -> Plain:

@@ -255,6 +255,19 @@ def test_lone_surrogates_and_numbers_that_json_lacks_reach_the_browser() -> None
     assert json.loads(encode_answer({"b": float("inf")})) == {"b": None}
 
 
+def test_a_copy_of_a_run_has_the_state_of_the_run(runs: Path, tmp_path: Path) -> None:
+    for name in ("copied", "killed"):
+        copy = Path(shutil.copytree(runs / "small-model", tmp_path / name))
+        os.utime(copy / "stats.json", (0, 0))  # many programs set the time of copying
+    stats = json.loads((tmp_path / "killed/stats.json").read_text())
+    stats["units"]["done"] -= 1  # a commit came after it
+    (tmp_path / "killed/stats.json").write_text(json.dumps(stats))
+    os.utime(tmp_path / "killed/stats.json", (0, 0))
+    with serving(tmp_path) as server:
+        found = {row["run"]: (row["state"], row["done"]) for row in server.get("runs")["runs"]}
+    assert found == {"copied": ("finished", 36), "killed": ("killed", 36)}
+
+
 def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path: Path) -> None:
     def copied(name: str) -> Path:
         return Path(shutil.copytree(runs / "small-model", tmp_path / name))
