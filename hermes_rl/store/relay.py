@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from hermes_rl.events import AttemptKey
 from hermes_rl.ports import Receipt, Recorder
-from hermes_rl.store.files import pack
+from hermes_rl.store.files import convert_os_errors, pack
 from hermes_rl.store.journal import JournalWriter, LiveRecorder, Publisher, encode_rows
 from hermes_rl.store.rows import Finished, RelayedLine, receipt_of
 from hermes_rl.text import SECRETS
@@ -109,8 +109,9 @@ class RelayedWriter:
         self._publishing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Create the journal. Raises: StoreError, OSError."""
-        await self._journal.__aenter__()
+        """Create the journal. Raises: StoreError, DiskFull."""
+        with convert_os_errors(self._journal.run_dir.path):
+            await self._journal.__aenter__()
         self._publishing = asyncio.create_task(self._publisher.run())
 
     async def take(self, lines: Sequence[RelayedLine]) -> tuple[Receipt, ...]:

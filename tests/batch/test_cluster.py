@@ -68,7 +68,7 @@ def test_a_run_at_a_url_on_nodes_that_share_no_files_loses_its_driver_and_a_node
     travel = [text.split()[3] for text in notes if "travel through" in text]
     assert {*travel} == {"node1", "node3"}
     assert len(travel) == 4, "one line for each node, in each of two starts"
-    (copy,) = (folder / "cache").glob("**/trajectories")
+    (copy,) = (folder / "cache").glob("**/work/run/trajectories")
     check_all_units_are_done(copy.parent, next(e for e in events if e["event"] == "report"), APART)
     done = [e for e in events if e["event"] == "attempt" and e["status"] == "ok"]
     kit.check_no_unit_ran_again(copy.parent, {e["unit_id"]: e["attempt"] for e in done})

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import scripted_rows
 
+from hermes_rl.errors import StoreError
 from hermes_rl.store import (
     Driver,
     JournalWriter,
@@ -102,6 +104,14 @@ async def test_rows_come_in_replies_of_a_bounded_size_and_in_order(run_path: Pat
         await writer.drain()
         await writer.aclose()
     assert len(load_run(run_path).trajectories) == 6
+
+
+async def test_a_journal_that_cannot_be_created_is_one_line(run_path: Path) -> None:
+    async with await open_run(run_path, scripted_rows.CONFIG) as driver:
+        (run_path / "journal").rename(run_path / "moved")
+        with pytest.raises(StoreError, match=f"{run_path} cannot be used: "):
+            await make_writer(driver).open()
+        (run_path / "moved").rename(run_path / "journal")
 
 
 async def test_events_of_running_attempts_travel_after_a_second(run_path: Path) -> None:
