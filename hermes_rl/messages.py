@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.errors import UserError
+from hermes_rl.text import clean
 
 UNPARSED = "_unparsed"
 """Key for text in a row that is not a JSON object, or one that common readers cannot decode."""
@@ -258,7 +259,7 @@ def role_of(message: Message) -> str:
 
 def conversation_from_openai(forms: Iterable[Mapping[str, Any]]) -> list[Message]:
     """All messages of a conversation; see `from_openai`. Half surrogates, which can be neither sent
-    nor stored, become question marks, and each tool call has an id of its own
+    nor stored, become U+FFFD, and each tool call has an id of its own
     (`with_unique_ids`).
 
     Raises: UserError, also for what is not JSON-serializable.
@@ -351,7 +352,7 @@ def _plain(form: Any, place: int) -> Mapping[str, Any]:
         msgspec.json.encode(form)
     except UnicodeEncodeError:
         text = json.dumps(msgspec.to_builtins(form), ensure_ascii=False)
-        plain: Mapping[str, Any] = json.loads(text.encode("utf-8", "replace"))
+        plain: Mapping[str, Any] = json.loads(clean(text))
         return plain
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise UserError(f"message {place} is not JSON-serializable: {error}") from None

@@ -81,6 +81,17 @@ def encode_json(value: Any) -> bytes:
         return _encode(json.loads(clean(json.dumps(value, ensure_ascii=False))))
 
 
+def why_not_json(value: Any) -> str | None:
+    """Return why a value cannot be sent and stored as JSON; None if it can."""
+    try:
+        _encode(value)
+    except UnicodeEncodeError:
+        return "is not valid Unicode text (lone surrogates)"
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"is not JSON-serializable ({error})"
+    return None
+
+
 def decode_json(data: bytes) -> Any:
     """Decode JSON, repaired where it is not valid UTF-8. Raises: ValueError."""
     try:

@@ -26,7 +26,7 @@ from hermes_rl.errors import (
 )
 from hermes_rl.events import CallStarted, Graded
 from hermes_rl.judging import Judge, ModelHandle
-from hermes_rl.messages import Message, UserMessage
+from hermes_rl.messages import Message, UserMessage, conversation_from_openai, to_openai
 from hermes_rl.models import Sampling
 from hermes_rl.rl import faults
 from hermes_rl.rl.blocking import Blocked, limit_steps
@@ -184,7 +184,8 @@ class EnvEpisode(Episode):
         policy = PolicyCalls(parts)
         with control.scope(), suppress(LimitReached):
             try:
-                await call_method(env, env.play, TaskFault, self._task, policy, self.ctx)
+                playing = call_method(env, env.play, TaskFault, self._task, policy, self.ctx)
+                await policy.run(playing)
             finally:
                 await policy.close()
         return policy.result()
@@ -194,10 +195,13 @@ class EnvEpisode(Episode):
         env = self._env
         so_far = Rollout.of_events(self._log.events)
         reply = await call_method(env, env.reply, TaskFault, self._task, so_far, self.ctx)
-        if reply is None or isinstance(reply, UserMessage):
-            return reply
         if isinstance(reply, str):
-            return UserMessage(content=reply)
+            reply = UserMessage(content=reply)
+        if reply is None:
+            return None
+        if isinstance(reply, UserMessage):
+            (sent,) = conversation_from_openai([to_openai(reply)])  # without lone surrogates
+            return sent
         what = f"returned {type(reply).__name__}; return a text, a UserMessage or None"
         raise TaskFault(faults.describe_misuse(env.name, env.reply, what))
 

@@ -35,6 +35,7 @@ from hermes_rl.messages import to_openai
 from hermes_rl.rl import faults
 from hermes_rl.rl.environment import EnvConfig, Environment, Uses
 from hermes_rl.tasks import LazyRow, Task, TaskRow
+from hermes_rl.text import why_not_json
 from hermes_rl.tools import Tool
 
 GROUP = "hermes_rl.environments"
@@ -511,6 +512,8 @@ def tools_of(env: AnyEnvironment, task: Task) -> Mapping[str, Tool]:
             what = f"returned {type(one).__name__} instead of Tool. Make it with @tool(...)"
         elif one.name in tools:
             what = f"returned {one.name!r} twice"
+        elif why := why_not_json(one.schema):
+            what = f"returned {one.name!r}, whose schema {why}"
         if what is not None:
             raise UserError(faults.describe_misuse(env.name, env.tools, what))
         tools[one.name] = one

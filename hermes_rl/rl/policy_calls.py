@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -22,6 +22,8 @@ from hermes_rl.messages import (
     with_new_ids,
 )
 from hermes_rl.models import Completion, Conversation, ModelRequest, Sampling
+from hermes_rl.rl.blocking import Blocked, limit_steps
+from hermes_rl.text import why_not_json
 
 
 class LimitReached(HermesError):
@@ -51,10 +53,48 @@ class PolicyCalls:
         self._recorded: dict[int, tuple[int, int]] = {}
         """`id` of a message -> its index and turn."""
         self._tools: tuple[dict[str, Any], ...] | None = None
+        self._checked: Sequence[dict[str, Any]] = ()
         self._contexts = self._turns = self._tokens = 0
         self._limit: str | None = None
         self._cut = self._closed = False
         self._running = set[asyncio.Task[Completion]]()
+        self._timer: asyncio.Timeout | None = None
+        self._active_s, self._since = parts.active_s, 0.0
+        """Active seconds up to the time `_since`, and that time."""
+
+    async def run(self, playing: Coroutine[Any, Any, None]) -> None:
+        """Run an episode for at most `limits.max_seconds` of its active time: that without a call
+        of the policy. Code that blocks the event loop is interrupted, where that is possible.
+
+        Raises: LimitReached; what the episode raises.
+        """
+        most = self._parts.limits.max_seconds
+        timer = self._timer = asyncio.timeout(None)
+        try:
+            async with timer:
+                self._count_time()
+                await (playing if most is None else limit_steps(playing, most))
+        except (Exception, Blocked) as error:
+            if not timer.expired() and not isinstance(error, Blocked):
+                raise
+            raise await self._reach("time_limit") from error
+        finally:
+            self._timer = None
+        if timer.expired():  # it caught its cancellation
+            raise await self._reach("time_limit")
+
+    def _count_time(self, *, called: bool = False) -> None:
+        """Count the active time so far, and set the timer to what is left of it.
+
+        Args:
+            called: the policy is called from now on.
+        """
+        now, most = asyncio.get_running_loop().time(), self._parts.limits.max_seconds
+        if self._since and not self._running:
+            self._active_s += now - self._since
+        self._since = now
+        if self._timer is not None and most is not None and not self._timer.expired():
+            self._timer.reschedule(None if called else now + most - self._active_s)
 
     @property
     def model(self) -> str:
@@ -87,12 +127,16 @@ class PolicyCalls:
         conversation = _with_tool_names(conversation_from_openai(messages))
         if not conversation:
             raise UserError("a model call needs at least one message")
+        if tools is not self._checked and (why := why_not_json(tools)):
+            raise UserError(f"the tools of a model call: what was passed {why}")
+        self._checked = tools
         await self._check_limits()
         self._turns += 1
         turn, path = self._turns, self._path_for(conversation)
         request = self._request(path.sent, tuple(tools), sampling or Sampling(), extra or {})
         path.busy = True
         call = asyncio.ensure_future(self._parts.caller.call(request, turn=turn))
+        self._count_time(called=True)
         self._running.add(call)
         try:
             completion = await call
@@ -106,6 +150,7 @@ class PolicyCalls:
             raise await self._reach("context_overflow") from error
         finally:
             path.busy = False
+            self._count_time(called=bool(self._running - {call}))
             self._running.discard(call)
         # An object of its own.
         answer = with_new_ids(msgspec.structs.replace(completion.message), call_ids(path.sent))
@@ -131,12 +176,20 @@ class PolicyCalls:
             turns=self._turns,
             messages=[],
             seconds=0.0,
-            active_seconds=self._parts.active_s,
+            active_seconds=self._active_s,
         )
 
     async def _ended(self) -> None:
         if self._running:
             await asyncio.wait(self._running)
+
+    async def is_over(self) -> bool:
+        """Whether a limit of the run refuses a further call: then that limit ends the rollout."""
+        try:
+            await self._check_limits()
+        except LimitReached:
+            return True
+        return False
 
     async def _check_limits(self) -> None:
         limits = self._parts.limits
@@ -146,6 +199,8 @@ class PolicyCalls:
             raise await self._reach("max_turns")
         if limits.max_tokens is not None and self._tokens >= limits.max_tokens:
             raise await self._reach("token_limit")
+        if self._timer is not None and self._timer.expired():
+            raise await self._reach("time_limit")
 
     async def _reach(self, limit: str) -> LimitReached:
         """Wait for the calls that run: what they cost and answered belongs in the row."""

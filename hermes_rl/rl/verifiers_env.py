@@ -175,7 +175,7 @@ class _Worker:
         """Start the endpoint and the process, unless they run. Raises: UserError."""
         async with self._lock:
             if self._endpoint is None:
-                self._endpoint = await _listen(self._answer)
+                self._endpoint = await _listen(self._answer, self._is_over)
             if self._reading is None or self._reading.done():
                 await self._stop()
                 await self._spawn()
@@ -271,6 +271,14 @@ class _Worker:
             episode.calls.discard(task)
         return web.json_response({"error": {"message": text}}, status=400)
 
+    async def _is_over(self, request: web.Request) -> web.Response:
+        """Answer whether a limit of the run refuses the episode's next call: verifiers from 0.4 on
+        asks before it."""
+        from aiohttp import web
+
+        episode = self._episodes.get(request.match_info["key"])
+        return web.json_response(episode is None or await episode.policy.is_over())
+
     async def close(self) -> None:
         """End the process and the endpoint."""
         await self._stop()
@@ -342,12 +350,12 @@ def _as_chunk(form: dict[str, Any]) -> dict[str, Any]:
     return {**form, "object": "chat.completion.chunk", "choices": choices}
 
 
-async def _listen(answer: Any) -> web.AppRunner:
+async def _listen(answer: Any, is_over: Any) -> web.AppRunner:
     """Serve Chat Completions at a free port of the loopback interface."""
     from aiohttp import web
 
     app = web.Application(client_max_size=1 << 30)
-    app.add_routes([web.post("/{key}/v1/chat/completions", answer)])
+    app.add_routes([web.post("/{key}/v1/chat/completions", answer), web.get("/{key}/v1", is_over)])
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

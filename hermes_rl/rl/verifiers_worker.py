@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.metadata import packages_distributions, version
 from itertools import islice
@@ -99,7 +100,8 @@ class TasksetEnvironment:
         from verifiers.v1.clients import EvalClientConfig
 
         data = self._task_class.data_type().model_validate(order["row"])
-        task = self._task_class(data, self._env.config.taskset.task)
+        task_class = _with_limits(self._task_class, order["base_url"])
+        task = task_class(data, self._env.config.taskset.task)
         client = EvalClientConfig(base_url=order["base_url"], api_key_var=NO_KEY)
         episode = await self._env.run_episode(task, ModelContext(order["model"], client))
         if not episode.ok:
@@ -111,6 +113,22 @@ class TasksetEnvironment:
         parts = [[name, r.score, r.weight] for name, r in trace.rewards.items() if r is not None]
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return {"reward": trace.reward, "parts": parts, "metrics": metrics}
+
+
+def _with_limits(task_class: Any, base_url: str) -> Any:
+    """Return the class of an episode's task, with a stop: where a limit of the run would refuse the
+    next call, verifiers ends and grades the episode."""
+    from verifiers.v1 import Trace, stop
+
+    async def limit_of_the_run(self: Any, trace: Any) -> bool:
+        def ask() -> bool:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(base_url) as it:
+                return bool(json.load(it))
+
+        return await asyncio.to_thread(ask)
+
+    limit_of_the_run.__annotations__ = {"trace": Trace, "return": bool}
+    return type(task_class.__name__, (task_class,), {"limit_of_the_run": stop(limit_of_the_run)})
 
 
 def load(config: dict[str, Any]) -> LoadedEnvironment | TasksetEnvironment:

@@ -1,8 +1,8 @@
 """Roll out an environment of verifiers with the project's own Python; prints the rows as JSON.
 
 Arguments: its configuration as JSON, and the number of tasks. The model is a fake server, which
-plays the scripts in the prompts. With `cancel_after`, the rollouts are cancelled after so many
-seconds.
+plays the scripts in the prompts, or gives the text that `answers` has for a prompt. With
+`cancel_after`, the rollouts are cancelled after so many seconds; `limits` are those of the run.
 """
 
 import asyncio
@@ -17,10 +17,12 @@ FIELDS = ("reward", "cause", "error", "end_reason", "turns", "metrics", "final_r
 
 
 async def main(config: dict[str, Any], tasks: int) -> None:
-    limit = config.pop("cancel_after", None)
-    async with FakeServer(FakeConfig()) as server:
-        endpoint = {"base_url": server.base_url, "tokens": "off"}
-        name, sections = "hermes_rl.rl.verifiers_env:Verifiers", {"endpoint": endpoint}
+    limit, answers = config.pop("cancel_after", None), config.pop("answers", {})
+    sections: dict[str, Any] = {"agent": {"limits": config.pop("limits", {})}}
+    plays = {"echo": lambda request: answers[request.messages[-1].content]} if answers else {}
+    async with FakeServer(FakeConfig(plays=plays)) as server:
+        sections["endpoint"] = {"base_url": server.base_url, "tokens": "off"}
+        name = "hermes_rl.rl.verifiers_env:Verifiers"
         trial = arun_trial(name, "echo", tasks=tasks, config=config, sections=sections)
         try:
             async with asyncio.timeout(limit):

@@ -271,3 +271,37 @@ def test_packages_with_a_similar_name_are_user_code() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         found["fail"]()
     assert "_more/env.py:2" in faults.describe_error("similar", found["fail"], raised.value)
+
+
+@pytest.mark.parametrize("where", ["description", "parameters"])
+async def test_a_tool_that_cannot_be_sent_is_refused_before_anything_runs(
+    lab: Lab, where: str
+) -> None:
+    fields = {"description": '"Seek."', "parameters": '{"type": "object"}'}
+    fields[where] = fields[where].replace("e", "\\ud800e", 1)
+    tool = f"""
+def tools(self, task):
+    made = dict(name="look", handler=None, toolset="made", needs_sandbox=False)
+    return [Tool(**made, description={fields["description"]}, parameters={fields["parameters"]})]
+"""
+    written = lab.write(f"{TASKS}\n{tool}\n{REWARD}", "from hermes_rl.tools import Tool")
+    async with start_server(policy=lambda request: "Hello.") as server:
+        with pytest.raises(UserError) as refused:
+            await lab.run(written.path, server)
+        assert not server.requests
+    check_line(refused.value, "returned 'look', whose schema is not valid Unicode text", "tools()")
+
+
+async def test_a_reply_with_lone_surrogates_is_sent_with_replacements(lab: Lab) -> None:
+    reply = """
+async def reply(self, task, trajectory, ctx):
+    text = "a\\ud800b"
+    return None if trajectory.turns > 1 else (text, UserMessage(content=text))[ctx.member]
+"""
+    written = lab.write(f"{TASKS}\n{reply}\n{REWARD}")
+    async with start_server(policy=lambda request: "Hello.") as server:
+        await lab.run(written.path, server, dataset={"repeats": 2})
+    rows = lab.rows()
+    assert [row["reward"] for row in rows] == [1.0, 1.0]
+    for row in rows:
+        assert '"a\ufffdb"' in row["messages"][-2]

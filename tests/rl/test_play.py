@@ -205,3 +205,55 @@ async def test_repeated_ids_and_a_call_that_outlives_play(lab: Lab, call_id: str
     roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert [i["role"] for i in row["message_info"]] == roles
     assert not any(i["synthetic"] for i in row["message_info"])
+
+
+@pytest.mark.parametrize(
+    ("code", "answers"),
+    [
+        ("await asyncio.sleep(60)", 1),
+        ("while True: time.sleep(0.01)", 1),
+        (
+            "try: await asyncio.sleep(60)\n    except BaseException: await ask(2)",
+            1,
+        ),
+        ("await asyncio.gather(ask(2), ask('slow')); await asyncio.sleep(60)", 3),
+    ],
+)
+async def test_an_episode_ends_at_the_limit_of_active_seconds_and_is_graded(
+    lab: Lab, code: str, answers: int
+) -> None:
+    """Active seconds are those without a call of the policy."""
+    play = f"""
+async def play(self, task, policy, ctx):
+    import time
+    answers = ctx.state["answers"] = []
+    async def ask(n):
+        answers.append((await policy.complete([user(str(n))])).message.content)
+    await ask(1)
+    {code}
+"""
+    env = lab.write(f"{BODY}\n{play}", HEAD).path
+
+    def answer(request: Any) -> dict[str, Any]:
+        slow = request.messages[-1].content == "slow"
+        return {"text": "Well.", **({"latency_s": 1.2} if slow else {})}
+
+    async with start_server(policy=answer) as server:
+        await lab.run(env, server, dataset={"limit": 1}, agent={"limits": {"max_seconds": 0.8}})
+    (row,) = lab.rows() + lab.rows("failures")
+    assert (row["end_reason"], row["reward"]) == ("time_limit", answers / 10)
+    assert (row["cause"], row["truncated"], row["attempt"]) == (None, True, 0)
+    assert len(row["calls"]) == answers
+
+
+async def test_text_that_cannot_be_sent_is_refused_before_a_call(lab: Lab) -> None:
+    tool = '{"type": "function", "function": {"name": "look", "description": "\\ud800"}}'
+    code = f"""
+async def play(self, task, policy, ctx):
+    await policy.complete([user("Look.")], [{tool}])
+"""
+    row = await played(lab, code)
+    assert (row["cause"], len(row["calls"]), row["attempt"]) == ("task", 0, 0)
+    assert "the tools of a model call" in row["error"]
+    assert "is not valid Unicode text (lone surrogates)" in row["error"]
+    assert "made_up.py:" in row["error"]

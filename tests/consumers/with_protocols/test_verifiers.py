@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import absent  # noqa: F401
 import pytest
+from marble_v1 import MarbleTaskset
+from marble_v1.taskset import MarbleConfig
 
 HERE = Path(__file__).parents[1]
 
@@ -55,6 +58,41 @@ def test_a_taskset_is_rolled_out_with_its_rewards_and_every_call(producer: str) 
     assert len(parallel["contexts"]) == 5
     assert (broken["reward"], broken["cause"]) == (None, "task")
     assert "a broken reward" in broken["error"]
+
+
+def test_a_published_taskset_is_rolled_out_unmodified(producer: str) -> None:
+    """marble-v1 computes where a marble falls; it knows a solution of each task."""
+    tasks = list(islice(MarbleTaskset(MarbleConfig(id="marble-v1")).load(), 2))
+    solved, wrong = [json.dumps(task.data.solution) for task in tasks]
+    wrong = wrong.replace('"rot": ', '"rot": 99', 1)
+    answers = {task.data.prompt: text for task, text in zip(tasks, (solved, wrong), strict=True)}
+    args = {"agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}
+    made = roll_out(producer, "", "", id="marble-v1", args=args, tasks=2, answers=answers)
+    rows = {row["messages"][0]["content"]: row for row in made["rows"]}
+    assert [rows[task.data.prompt]["reward"] for task in tasks] == [1.0, 0.0]
+    for row in made["rows"]:
+        assert (row["error"], row["end_reason"], row["turns"]) == (None, "answered", 1)
+        assert [name for name, *_ in row["rewards"]] == ["answered_legally", "closeness", "scored"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "end_reason"),
+    [("turns", {"max_turns": 1}, "max_turns"), ("tool", {"max_tokens": 5}, "token_limit")],
+)
+def test_an_episode_that_a_limit_of_the_run_ends_is_graded(
+    producer: str, kind: str, limits: dict[str, int], end_reason: str
+) -> None:
+    made = roll_out(producer, kind, limits=limits)
+    (row,) = made["rows"]
+    assert (row["error"], row["cause"], row["end_reason"]) == (None, None, end_reason)
+    assert row["reward"] == 0.0
+    assert row["served"] == made["requests"] == row["turns"] == 1
+
+
+def test_an_episode_that_hangs_ends_at_the_limit_of_active_seconds(producer: str) -> None:
+    (row,) = roll_out(producer, "waits", limits={"max_seconds": 2})["rows"]
+    assert (row["cause"], row["reward"]) == ("verifier", None)
+    assert "verifiers gave no reward: time_limit" in row["error"]
 
 
 def test_a_lost_process_fails_its_rollouts_and_a_cancelled_one_ends_its_episode(

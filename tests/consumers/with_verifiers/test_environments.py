@@ -1,5 +1,5 @@
-"""Environments with `load_environment` are rolled out here: a published package, unmodified, and
-those of `vf_games.py`."""
+"""Environments with `load_environment` are rolled out here: those of two published packages,
+unmodified, and those of `vf_games.py`."""
 
 import json
 import os
@@ -14,14 +14,15 @@ HERE = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "metric"),
+    ("name", "metric", "system"),
     [
-        ("stardata.envs.constraint_gym", "prosody_reward"),
-        ("stardata.envs.constraint_gym:load_lipogram_env", "lipogram_reward"),
+        ("stardata.envs.constraint_gym", "prosody_reward", []),
+        ("stardata.envs.constraint_gym:load_lipogram_env", "lipogram_reward", []),
+        ("sophistry-bench-sprint", "aggregate_reward", ["system"]),
     ],
 )
 def test_a_published_environment_is_rolled_out_unmodified(
-    request: pytest.FixtureRequest, name: str, metric: str
+    request: pytest.FixtureRequest, name: str, metric: str, system: list[str]
 ) -> None:
     rows = roll_out(request, name, 2)
     assert len({row["messages"][0]["content"] for row in rows}) == 2
@@ -29,7 +30,7 @@ def test_a_published_environment_is_rolled_out_unmodified(
         assert (row["error"], row["end_reason"], row["turns"]) == (None, "answered", 1)
         assert row["served"] == 1
         assert 0 < row["reward"] == row["metrics"][metric] <= 1
-        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert [message["role"] for message in row["messages"]] == [*system, "user", "assistant"]
 
 
 @pytest.mark.parametrize("kind", ["game", "tool"])
