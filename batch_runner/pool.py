@@ -483,7 +483,7 @@ def _strategy(worker: int) -> Any:
 
 
 def _ignore_outcome(ended: asyncio.Future[Any]) -> None:
-    """Let nobody wait for the error of a call."""
+    """Retrieve the error of a call, which asyncio would print."""
     if not ended.cancelled():
         ended.exception()
 

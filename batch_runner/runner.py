@@ -58,6 +58,8 @@ from hermes_rl.models.rate import NANO, RUN_USD, Coordinator
 from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.sandboxes import BuildFailed
 from hermes_rl.store import (
+    OLD_FILES_S,
+    SMALL_FILE,
     TABLES,
     Driver,
     Mirror,
@@ -74,10 +76,6 @@ from hermes_rl.wiring import reach
 if TYPE_CHECKING:
     from batch_runner.images import Images
     from batch_runner.live import LiveGroups
-
-MANY_FILES, SMALL_FILE = 50, 16 * 1024 * 1024
-"""A start that leaves more small files (bytes) in a table merges them. Larger ones are left to
-`hermes-rl compact`: merging them takes minutes."""
 
 
 def run_batch(
@@ -268,6 +266,8 @@ class _Run:
         """Passes on groups as they end, in a live run."""
         self.mirror: Mirror | None = None
         """Of a run on an object store."""
+        self._unmerged = False
+        """Whether merging small files failed; it is not tried again."""
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -379,7 +379,8 @@ class _Run:
         """Merge the files of a start that left many small ones. No failure ends the run."""
         run_dir, mine = self.driver.run_dir, f"{self.driver.epoch}-driver"
         tables = ([part.stat().st_size for part in run_dir.parts(table)] for table in TABLES)
-        many = any(sum(size < SMALL_FILE for size in sizes) > MANY_FILES for sizes in tables)
+        small = max(sum(size < SMALL_FILE for size in sizes) for sizes in tables)
+        many = small > OpenOptions.many_files and not self._unmerged
         if not many or {*run_dir.writers()} - {mine}:
             return  # a worker that could not be ended may still publish
         from hermes_rl.store import merge_batches  # needed by few runs
@@ -392,6 +393,19 @@ class _Run:
             return
         if done.after < done.before:
             self.progress.note(f"merged {done.before} Parquet files into {done.after}")
+
+    async def _merge_while_running(self) -> None:
+        """Merge small files whenever there are many, and remove old ones. No failure ends the
+        run."""
+        while not self._unmerged:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(OLD_FILES_S):
+                    await self.driver.many_files.wait()
+            try:
+                await self.driver.merge_files()
+            except (StoreError, OSError) as error:
+                self._unmerged = True
+                self.progress.note(f"small files are not merged: {error}")
 
     async def _warn_of_network(self) -> None:
         """Warn once when tasks need the network and the run has none."""
@@ -476,13 +490,16 @@ class _Run:
         )
 
     async def _run_monitored(self, start: StartWorker, coordinator: Coordinator) -> None:
-        """Run the units, and monitor endpoints meanwhile."""
-        watching = asyncio.create_task(self.monitor.run(coordinator))
+        """Run the units; monitor endpoints and merge small files meanwhile."""
+        beside = [asyncio.create_task(self.monitor.run(coordinator))]
+        if self.mirror is None and self.live is None:  # these know their files by name
+            beside.append(asyncio.create_task(self._merge_while_running()))
         try:
             await self._dispatch_all(start)
         finally:
-            watching.cancel()
-            await asyncio.wait((watching,))
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
             limits = {name: ledger.limit for name, ledger in coordinator.ledgers.items()}
             self.limits = summary_as_dict(coordinator.summary(), limits)
             coordinator.close()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hermes_rl.store.crash import COMPACTION_POINTS, CRASH_POINTS, CRASH_VARIABLE, CrashHook
     from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
     from hermes_rl.store.driver import (
+        SMALL_FILE,
         Driver,
         OpenOptions,
         append_attempts,
@@ -112,6 +113,7 @@ if TYPE_CHECKING:
         schema_of,
         storage_schema,
     )
+    from hermes_rl.store.snapshots import OLD_FILES_S
     from hermes_rl.store.stats import MANY_FORKS, compute_stats, document, page, write_stats
     from hermes_rl.store.summary import Summary, cache_counts, cache_shares
 else:

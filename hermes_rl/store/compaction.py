@@ -1,4 +1,7 @@
-"""Merges the parts of small batches into large ones; see `snapshots` for the switch."""
+"""Merges the parts of small batches into large ones; see `snapshots` for the switch.
+
+Merged parts are written while batches are committed. Only the switch needs the tables unchanged.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import msgspec
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store.commit import part_fault, read_commits
+from hermes_rl.store.commit import part_fault, read_commit
 from hermes_rl.store.driver import begin_epoch
 from hermes_rl.store.files import add_digest, convert_os_errors, disk_errors, file_sha256
 from hermes_rl.store.ledger import Ledger
@@ -87,20 +90,78 @@ def merge_batches(
     small: int = SMALL,
     target: int = TARGET,
 ) -> Compacted:
-    """Merge small batches. The caller holds LOCK, and no writer of the run lives.
+    """Merge small batches. The caller holds LOCK, and nothing commits meanwhile.
 
     Arguments and errors: as `compact_run`.
     """
     before = _count(run_dir)
     complete_switches(run_dir, grace_s=grace_s)
-    known = _committed(run_dir)
-    stems = {stem for stem, _ in known}
-    known_sizes = {stem: size for stem, size in _sizes(run_dir).items() if stem in stems}
-    groups = _groups(known_sizes, small, target)
-    if groups:
-        _merge(run_dir, groups, known)
-        complete_switches(run_dir, grace_s=grace_s)
+    merge = write_merged(run_dir, small=small, target=target)
+    if merge is not None:
+        switch_tables(run_dir, merge, grace_s=grace_s)
     return Compacted(before, _count(run_dir), sum(_sizes(run_dir).values()))
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merged parts that wait in tmp/ for the switch."""
+
+    number: int
+    merged: list[Merged]
+    written: dict[str, Path]
+    """Final name -> file."""
+    replaced: set[str]
+    """The stems of the parts that they replace."""
+
+
+def write_merged(run_dir: RunDir, *, small: int = SMALL, target: int = TARGET) -> Merge | None:
+    """Write the merged parts of small batches to tmp/. The caller holds LOCK; batches may be
+    committed meanwhile. Blocking.
+
+    Returns None when there is nothing to merge. Arguments and errors: as `compact_run`.
+    """
+    older = {one.stem: one for c in read_compactions(run_dir) for one in c.merged}
+    committed = {*run_dir.commit_stems(), *older}
+    sizes = {stem: size for stem, size in _sizes(run_dir).items() if stem in committed}
+    groups = _groups(sizes, small, target)
+    if not groups:
+        return None
+    _try_exchange(run_dir)
+    _mark(run_dir)
+    used = [c.number for c in read_compactions(run_dir)]
+    used += [int(n) for n in run_dir.storage.names(RETIRED) if n.isdigit()]
+    # At least the epoch: no other driver ever makes parts of the same names, see `mirror`.
+    number = max([*used, run_dir.last_epoch() - 1]) + 1
+    merge = Merge(number, [], {}, {stem for group in groups for stem in group})
+    try:
+        for group in groups:
+            stem = f"{_without_number(group[-1])}.{number}"
+            of = [s for one in group for s in (older[one].of if one in older else [one])]
+            parts = list(_merge_tables(run_dir, group, stem, older, merge.written))
+            merge.merged.append(Merged(stem=stem, of=of, parts=parts))
+        run_dir.crash("compact-1-written")
+    except BaseException:
+        _remove(merge)
+        raise
+    return merge
+
+
+def switch_tables(run_dir: RunDir, merge: Merge, *, grace_s: float = OLD_FILES_S) -> None:
+    """Replace the small parts in the tables. The caller holds LOCK, and nothing commits meanwhile;
+    parts that were committed since stay. Blocking.
+
+    Arguments and errors: as `compact_run`.
+    """
+    try:
+        stage(run_dir, merge.number, merge.merged, merge.written, merge.replaced)
+    finally:
+        _remove(merge)
+    complete_switches(run_dir, grace_s=grace_s)
+
+
+def _remove(merge: Merge) -> None:
+    for path in merge.written.values():
+        path.unlink(missing_ok=True)
 
 
 def _count(run_dir: RunDir) -> int:
@@ -130,30 +191,6 @@ def _groups(sizes: Mapping[str, int], small: int, target: int) -> list[list[str]
     return [group for group in groups if len(group) > 1]
 
 
-def _merge(
-    run_dir: RunDir, groups: Sequence[Sequence[str]], known: Mapping[tuple[str, str], Part]
-) -> None:
-    _try_exchange(run_dir)
-    _mark(run_dir)
-    older = {one.stem: one for c in read_compactions(run_dir) for one in c.merged}
-    used = [c.number for c in read_compactions(run_dir)]
-    used += [int(n) for n in run_dir.storage.names(RETIRED) if n.isdigit()]
-    # At least the epoch: no other driver ever makes parts of the same names, see `mirror`.
-    number = max([*used, run_dir.last_epoch() - 1]) + 1
-    merged, written = [], dict[str, Path]()
-    try:
-        for group in groups:
-            stem = f"{_without_number(group[-1])}.{number}"
-            of = [s for one in group for s in (older[one].of if one in older else [one])]
-            parts = list(_merge_tables(run_dir, group, stem, known, written))
-            merged.append(Merged(stem=stem, of=of, parts=parts))
-        run_dir.crash("compact-1-written")
-        stage(run_dir, number, merged, written, {stem for group in groups for stem in group})
-    finally:
-        for path in written.values():
-            path.unlink(missing_ok=True)
-
-
 def _without_number(stem: str) -> str:
     head, _, sequence = stem.rpartition("-")
     return f"{head}-{sequence.partition('.')[0]}"
@@ -180,21 +217,16 @@ def _mark(run_dir: RunDir) -> None:
         run_dir.storage.put(f"epochs/{epoch.epoch}.json", data)
 
 
-def _committed(run_dir: RunDir) -> dict[tuple[str, str], Part]:
-    """(stem, table) -> what was committed for a part, or recorded for a merged one."""
-    committed = [(c.stem, c.parts) for c in read_commits(run_dir)]
-    committed += [(one.stem, one.parts) for c in read_compactions(run_dir) for one in c.merged]
-    return {(stem, part.table): part for stem, parts in committed for part in parts}
-
-
 def _merge_tables(
     run_dir: RunDir,
     group: Sequence[str],
     stem: str,
-    known: Mapping[tuple[str, str], Part],
+    older: Mapping[str, Merged],
     written: dict[str, Path],
 ) -> Iterator[Part]:
     """Write the merged parts of a group to tmp/, one for each table that has rows."""
+    records = [older.get(one) or read_commit(run_dir, one) for one in group]
+    known = {(record.stem, part.table): part for record in records for part in record.parts}
     for table in TABLES:
         paths = [run_dir.part_path(table, one) for one in group]
         sources = [(p, known.get((one, table))) for p, one in zip(paths, group, strict=True)]

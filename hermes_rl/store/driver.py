@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,12 @@ from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.recovery import Recovery, RecoveryReport, duplicate_message, quarantined
 from hermes_rl.store.rows import Derived, Finished
 from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
+from hermes_rl.store.snapshots import OLD_FILES_S, complete_switches
 from hermes_rl.text import SECRETS
 from hermes_rl.trajectory import fold, fold_subagents
+
+SMALL_FILE = 16 * 1024 * 1024
+"""Bytes. A run merges files below it; larger ones are left to `hermes-rl compact`."""
 
 _MAX_VALUE_CHARS = 40
 """Longer values are cut in error messages."""
@@ -95,6 +100,8 @@ class OpenOptions:
     """Slows every fsync, for tests."""
     first_epoch: int = 1
     """The lowest epoch that may be used; other machines may have used those below."""
+    many_files: int = 50
+    """Small files of a table after which a running driver merges them."""
 
 
 class Driver:
@@ -107,8 +114,7 @@ class Driver:
         epoch: Epoch,
         ledger: Ledger,
         recovery: Recovery,
-        *,
-        grace_s: float = GRACE_S,
+        options: OpenOptions,
     ) -> None:
         self.run_dir = run_dir
         self.epoch = epoch.epoch
@@ -118,11 +124,15 @@ class Driver:
         self._recovery = recovery
         self._journal = DispatchJournal(run_dir, f"{epoch.epoch}-driver")
         self._in_flight: dict[AttemptKey, Dispatched] = {}
-        self._grace_s = grace_s
+        self._options = options
         self._tables = asyncio.Lock()
         """Held by what changes the tables: one commit, recovery or switch at a time."""
         self._given_up: set[str] = set()
         """Writers that were recovered; what they prepare is ignored."""
+        self.many_files = asyncio.Event()
+        """Set when so many small files were committed that `merge_files` should run."""
+        self._small_files: Counter[str] = Counter()
+        """By table, since the last merge."""
 
     @property
     def report(self) -> RecoveryReport:
@@ -158,7 +168,7 @@ class Driver:
 
     async def _take_over(self, writer: str, cause: str) -> list[Receipt]:
         # Before the lock, so that only this recovery waits for a process that ends slowly.
-        await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._grace_s)
+        await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._options.grace_s)
         async with self._tables:
             self._given_up.add(writer)
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
@@ -195,12 +205,54 @@ class Driver:
                 if prepared.writer in self._given_up:
                     raise StoreError(f"writer {prepared.writer} was given up")
                 await in_thread(self._commit_batch, prepared)
+        parts = prepared.commit.parts
+        self._small_files.update(part.table for part in parts if part.size < SMALL_FILE)
+        if max(self._small_files.values(), default=0) > self._options.many_files:
+            self.many_files.set()
 
     def _commit_batch(self, prepared: Prepared) -> None:
-        newest = self.run_dir.epochs()[-1]
-        if newest != self.epoch:  # without this driver's LOCK, as after a network failure
-            raise StoreError(f"{self.run_dir.path} was taken over: epoch {newest} has begun")
+        self._refuse_lost_run()
         commit_batch(self.run_dir, prepared)
+
+    def _refuse_lost_run(self) -> None:
+        """Raises: StoreError when another driver has begun, as after a lost LOCK."""
+        newest = self.run_dir.epochs()[-1]
+        if newest != self.epoch:
+            raise StoreError(f"{self.run_dir.path} was taken over: epoch {newest} has begun")
+
+    async def merge_files(self, *, grace_s: float = OLD_FILES_S) -> None:
+        """Remove old files, and merge small ones if there are many. Writers continue, and commits
+        wait only for the switch.
+
+        Args:
+            grace_s: seconds for which replaced files are kept for readers that listed them.
+
+        Raises: StoreError when a file is damaged, or the file system cannot exchange folders;
+        DiskFull.
+        """
+        await to_end(self._merge_files(grace_s))
+
+    async def _merge_files(self, grace_s: float) -> None:
+        from hermes_rl.store.compaction import Merge, switch_tables, write_merged  # long runs only
+
+        def complete() -> None:
+            self._refuse_lost_run()
+            complete_switches(self.run_dir, grace_s=grace_s)
+
+        def switch(merge: Merge) -> None:
+            self._refuse_lost_run()
+            switch_tables(self.run_dir, merge, grace_s=grace_s)
+
+        async with self._tables:
+            await in_thread(complete)
+        if not self.many_files.is_set():
+            return
+        self.many_files.clear()
+        self._small_files.clear()
+        merge = await in_thread(lambda: write_merged(self.run_dir, small=SMALL_FILE))
+        if merge is not None:
+            async with self._tables:
+                await in_thread(switch, merge)
 
     def _apply(self, receipt: Receipt) -> None:
         self.ledger.apply(
@@ -291,7 +343,7 @@ def _open(
     except BaseException:
         lock.release()
         raise
-    return Driver(run_dir, lock, epoch, ledger, recovery, grace_s=options.grace_s)
+    return Driver(run_dir, lock, epoch, ledger, recovery, options)
 
 
 def begin_epoch(

@@ -375,19 +375,25 @@ async def check_processes_ended(pids: Iterable[int], seconds: float = 5.0) -> No
 
 
 class ParquetReader(threading.Thread):
-    """Reads every Parquet file of a run again and again, as a glob reader does."""
+    """Reads every Parquet file of a run again and again, as a glob reader does.
 
-    def __init__(self, out: Path) -> None:
+    Args:
+        growing: rows that were there never go.
+    """
+
+    def __init__(self, out: Path, *, growing: bool = False) -> None:
         super().__init__(daemon=True)
         self.out = out
+        self._growing = growing
         self.reads = 0
         self.fault: str | None = None
         self._stopped = threading.Event()
 
     def run(self) -> None:
+        seen: set[str] = set()
         while not self._stopped.wait(0.05):
             units: Counter[str] = Counter()
-            for part in self.out.glob("*/part-*.parquet"):
+            for part in [*self.out.glob("*/part-*.parquet")]:
                 try:
                     read = pq.read_table(part)
                 except FileNotFoundError:  # merged since it was listed
@@ -398,6 +404,11 @@ class ParquetReader(threading.Thread):
                 self.reads += 1
                 if part.parent.name == "trajectories":
                     units.update(read["unit_id"].to_pylist())
+            else:  # every file that was listed was read
+                if self._growing and not seen <= units.keys():
+                    self.fault = "trajectories lack a unit that they contained"
+                    return
+                seen = {*units}
             if any(n > 1 for n in units.values()):
                 self.fault = "trajectories contain a unit twice"
                 return

@@ -48,7 +48,7 @@ def many_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 @pytest.fixture
 def out(tmp_path: Path) -> Any:
     """The run directory; all its Parquet files are read again and again during the test."""
-    reader = kit.ParquetReader(tmp_path / "run")
+    reader = kit.ParquetReader(tmp_path / "run", growing=True)
     reader.start()
     yield tmp_path / "run"
     reader.check()
@@ -79,6 +79,24 @@ async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Pa
     check_result(out, server, receipts, few_rows)
     assert not set(resumed.receipts()) & set(receipts)
     await kit.check_no_processes([], out)
+
+
+@pytest.mark.parametrize("point", ["compact-2-staged", "compact-3-recorded", "compact-4-exchanged"])
+async def test_killed_while_merging(point: str, server: FakeServer, out: Path) -> None:
+    """Small files are merged while workers run."""
+    rows = [kit.make_task(n, latency_s=0.02) for n in range(90)]
+    more = ("--workers", "0", "--concurrency", "2", "--set", "run.publish_every_s=0.01")
+    arguments = kit.run_arguments(out.parent, rows, server, *more)
+    run = await kit.finish_run(*arguments, env={CRASH_VARIABLE: point}, code=KILLED)
+    receipts = run.receipts()
+    assert len(receipts) < 90
+    resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
+    assert len(kit.final_rows(out)) == 90
+    kit.check_usage(out, server.entries)
+    kit.check_no_unit_ran_again(out, receipts)
+    assert not set(resumed.receipts()) & set(receipts)
+    assert list((out / "journal").iterdir()) == []
+    assert list((out / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize(("victims", "at_request"), [("driver", 17), ("driver and workers", 51)])

@@ -1,6 +1,8 @@
 """Runs without Ray: finished, resumed, refused and stopped."""
 
 import asyncio
+import errno
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batch_runner import JsonEvents, arun_batch
 from hermes_rl.cli import faults_of, main, status_command
 from hermes_rl.models.rate import Coordinator
 from hermes_rl.store import load_run
@@ -320,6 +323,27 @@ print(config.dataset.path, report.path)
     assert main(["check", str(run)]) == 0
 
 
+async def test_files_stay_small_where_folders_cannot_be_exchanged(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run says so once, and continues."""
+
+    def refuse(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("hermes_rl.store.snapshots.exchange", refuse)
+    run = {"concurrency": 2, "publish_every_s": 0.01}
+    endpoint = {"base_url": server.base_url}
+    rows = [kit.make_task(n, latency_s=0.02) for n in range(70)]
+    config, shown = kit.make_config(tmp_path, rows, run=run, endpoint=endpoint), io.StringIO()
+    report = await arun_batch(config, progress=JsonEvents(shown))
+    assert (report.done, report.stopped) == (70, None)
+    (note,) = [line for line in shown.getvalue().splitlines() if "exchange two folders" in line]
+    assert "small files are not merged: the file system of" in note
+    assert len(list((tmp_path / "run").glob("trajectories/*.parquet"))) > 50
+    assert list((tmp_path / "run" / "tmp").iterdir()) == []
+
+
 async def test_a_run_of_many_small_batches_ends_in_few_files(
     tmp_path: Path, server: FakeServer
 ) -> None:
@@ -327,8 +351,13 @@ async def test_a_run_of_many_small_batches_ends_in_few_files(
     out, rows = tmp_path / "run", [kit.make_task(n, latency_s=0.02) for n in range(130)]
     options = (*IN_PROCESS, "--concurrency", "2", "--set", "run.publish_every_s=0.01")
     arguments = kit.run_arguments(tmp_path, rows, server, *options)
-    await kit.finish_run(*arguments)
-    assert len(list(out.glob("trajectories/*.parquet"))) <= 50
+    reader = kit.ParquetReader(out, growing=True)
+    reader.start()
+    run = await kit.start_run(*arguments)
+    await kit.wait_for(run, lambda: list(out.glob("compacted/*.json")))  # during the run
+    assert await run.wait() == 0, run.errors
+    reader.check()
+    assert len(list(out.glob("trajectories/*.parquet"))) <= 60
     assert len(kit.final_rows(out)) == 130
     assert list(faults_of(out)) == []
     served = server.requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,46 @@ from hermes_rl.store import (
 )
 
 Key = tuple[str, int, int]
+
+
+def glob_units(path: Path) -> Counter[str]:
+    """The units that a plain glob of `trajectories` reads."""
+    parts = sorted(path.glob("trajectories/*.parquet"))
+    return Counter(u for p in parts for u in pq.read_table(p, columns=["unit_id"])[0].to_pylist())
+
+
+class GlobReader(threading.Thread):
+    """Reads `trajectories` by a glob all the time during its context: no row is ever there twice,
+    or missing after it was there."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(daemon=True)
+        self._path = path
+        self._ended = threading.Event()
+        self.reads = 0
+        self.wrong: list[object] = []
+
+    def run(self) -> None:
+        seen: set[str] = set()
+        while not self._ended.wait(0.002):
+            try:
+                found = glob_units(self._path)
+            except FileNotFoundError:
+                continue  # listed before a switch: an error that names the file, never other rows
+            self.reads += 1
+            twice = {unit for unit, n in found.items() if n > 1}
+            if twice or not seen <= found.keys():
+                self.wrong.append((twice, seen - found.keys()))
+            seen = {*found}
+
+    def __enter__(self) -> GlobReader:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+        assert self.wrong == []
 
 
 def check_invariants(path: Path) -> None:

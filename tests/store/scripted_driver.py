@@ -51,6 +51,8 @@ class Plan:
 
     path: str
     units: int = 10
+    many_files: int = 50
+    """See `OpenOptions`."""
 
     def cause(self, number: int, attempt: int) -> str | None:
         """Every fifth unit fails once; unit 3 always fails; unit 6 is a bad task."""
@@ -93,27 +95,41 @@ async def play(plan: Plan) -> None:
     """Run all open units, publish and close."""
     path = Path(plan.path)
     log = AttemptLog(path.with_name(path.name + ".log"))
-    options = OpenOptions(grace_s=0.1)
+    options = OpenOptions(grace_s=0.1, many_files=plan.many_files)
     async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         policy = SealPolicy(rows=ROWS_PER_BATCH)
         async with JournalWriter(driver.run_dir, driver.epoch, 0, policy=policy) as journal:
             publisher = Publisher(journal, commit=driver.commit)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(publisher.run())
-                await run_units(plan, driver, journal, log)
+                merging = group.create_task(merge(driver))
+                await run_units(plan, driver, journal, publisher, log)
                 running.cancel()
+                merging.cancel()
             await publisher.drain()
+            await driver.merge_files(grace_s=0)
     async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         write_stats(driver.run_dir, driver.ledger, {"units": plan.units})
 
 
-async def run_units(plan: Plan, driver: Driver, journal: JournalWriter, log: AttemptLog) -> None:
+async def merge(driver: Driver) -> None:
+    """Merge small files whenever there are many, while the writer continues."""
+    while True:
+        await driver.many_files.wait()
+        await driver.merge_files(grace_s=0)
+
+
+async def run_units(
+    plan: Plan, driver: Driver, journal: JournalWriter, publisher: Publisher, log: AttemptLog
+) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def unit(number: int) -> None:
         while driver.ledger.disposition(scripted_rows.unit_id(number)) == "open":
             async with slots:
                 await run_attempt(plan, driver, journal, log, number)
+                if journal.full.is_set():
+                    await publisher.drain()
 
     async with asyncio.TaskGroup() as group:
         for number in range(plan.units):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -14,14 +13,19 @@ import invariants as checks
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from invariants import GlobReader, glob_units
 from scripted_driver import Plan
-from scripted_rows import CONFIG, Play, make_finished
+from scripted_rows import CONFIG, Play, make_finished, run_attempt
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import (
     COMPACTION_POINTS,
     CRASH_VARIABLE,
     TABLES,
+    Driver,
+    JournalWriter,
+    OpenOptions,
+    Publisher,
     RunDir,
     compact_run,
     encode,
@@ -35,12 +39,6 @@ from hermes_rl.store import (
 )
 
 MERGE = "import sys; from hermes_rl.store import compact_run; compact_run(sys.argv[1], grace_s=0)"
-
-
-def glob_units(path: Path) -> Counter[str]:
-    """The units that a plain glob of `trajectories` reads."""
-    parts = sorted(path.glob("trajectories/*.parquet"))
-    return Counter(u for p in parts for u in pq.read_table(p, columns=["unit_id"])[0].to_pylist())
 
 
 def content(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -150,35 +148,103 @@ def test_a_late_batch_survives_an_interrupted_merge(
 
 def test_globs_read_every_row_once_at_any_moment(finished: Path) -> None:
     """A reader that lists and reads all the time, while a run is merged again and again."""
-    units, seen, ended = set(glob_units(finished)), 0, threading.Event()
-    wrong: list[object] = []
-
-    def read() -> None:
-        nonlocal seen
-        while not ended.is_set():
-            try:
-                found = glob_units(finished)
-            except FileNotFoundError:
-                continue  # listed before a switch: an error that names the file, never other rows
-            seen += 1
-            if found != Counter(units):
-                wrong.append(found)
+    units = glob_units(finished)
 
     async def more(path: Path) -> None:
         async with await open_run(path, CONFIG):
             pass
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
+    with GlobReader(finished) as reader:
         compact_run(finished, grace_s=600)
         for _ in range(3):
             asyncio.run(more(finished))
-    finally:
-        ended.set()
-        reader.join()
-    assert seen
-    assert not wrong
+    assert reader.reads
+    assert glob_units(finished) == units
+
+
+async def test_a_running_driver_merges_small_files(run_path: Path) -> None:
+    """Every attempt is a batch. Old files stay for readers, until the driver removes them."""
+    async with (
+        await open_run(run_path, CONFIG, None, OpenOptions(many_files=5)) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher, files = Publisher(journal, commit=driver.commit), []
+        merging = asyncio.create_task(merge_always(driver))
+        with GlobReader(run_path) as reader:
+            for number in range(60):
+                await run_attempt(driver, journal, number)
+                await publisher.drain()
+                files.append(len(list(run_path.glob("trajectories/*.parquet"))))
+        merging.cancel()
+        await asyncio.wait((merging,))
+        assert merging.cancelled()
+        assert reader.reads > 5
+        assert max(files) < 40, files
+        assert list(run_path.glob(".compact/*/trajectories/*.old"))
+        await driver.merge_files(grace_s=0)
+        assert not list((run_path / ".compact").iterdir())
+    assert len(glob_units(run_path)) == 60
+    assert faults(run_path) == []
+    async with await open_run(run_path, CONFIG) as driver:
+        assert driver.ledger.done == 60
+
+
+async def merge_always(driver: Driver) -> None:
+    while True:
+        await driver.many_files.wait()
+        await driver.merge_files()
+
+
+async def test_commits_do_not_wait_for_merged_files_and_stay(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge has written its files and has not switched, as on a slow disk."""
+    monkeypatch.setenv(CRASH_VARIABLE, "compact-1-written:1:1.5")
+    async with (
+        await open_run(run_path, CONFIG, None, OpenOptions(many_files=3)) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher = Publisher(journal, commit=driver.commit)
+
+        async def attempts(numbers: range) -> None:
+            for number in numbers:
+                await run_attempt(driver, journal, number)
+                await publisher.drain()
+
+        await attempts(range(5))
+        merging = asyncio.create_task(driver.merge_files(grace_s=0))
+        while not list((run_path / "tmp").glob("trajectories.*")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await attempts(range(5, 8))
+        assert not merging.done(), "the commits waited"
+        await merging
+        assert sorted(glob_units(run_path).values()) == [1] * 8
+        assert len(list(run_path.glob("trajectories/*.parquet"))) == 4
+        assert list((run_path / "tmp").iterdir()) == []
+    assert faults(run_path) == []
+
+
+async def test_a_merge_that_fails_changes_nothing(run_path: Path) -> None:
+    """A committed file is damaged: it is not copied, and the run continues."""
+    async with (
+        await open_run(run_path, CONFIG, None, OpenOptions(many_files=1)) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher = Publisher(journal, commit=driver.commit)
+        for number in range(3):
+            await run_attempt(driver, journal, number)
+            await publisher.drain()
+        part = sorted(run_path.glob("trajectories/*.parquet"))[1]
+        good = part.read_bytes()
+        part.write_bytes(good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
+        with pytest.raises(StoreError, match=r"sha256 differs\. Nothing was merged"):
+            await driver.merge_files()
+        part.write_bytes(good)
+        assert list((run_path / "tmp").iterdir()) == []
+        await run_attempt(driver, journal, 3)
+        await publisher.drain()
+    assert len(glob_units(run_path)) == 4
+    assert faults(run_path) == []
 
 
 def test_a_reader_that_listed_before_the_switch_still_reads(finished: Path) -> None:

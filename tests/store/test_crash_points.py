@@ -7,7 +7,7 @@ import pytest
 from scripted_driver import Plan
 from scripted_rows import Play
 
-from hermes_rl.store import CRASH_POINTS
+from hermes_rl.store import COMPACTION_POINTS, CRASH_POINTS
 
 KILLED = -9
 RECOVERY = [p for p in CRASH_POINTS if p.startswith("recover")]
@@ -22,14 +22,15 @@ def test_an_undisturbed_run_passes_all_checks(play: Play, run_path: Path) -> Non
 
 
 @pytest.mark.parametrize("passing", [1, 3])
-@pytest.mark.parametrize("point", CRASH_POINTS)
+@pytest.mark.parametrize("point", [*CRASH_POINTS, *COMPACTION_POINTS])
 def test_killed_at(play: Play, run_path: Path, point: str, passing: int) -> None:
-    plan = Plan(str(run_path))
-    path = run_path
-    status = play(path=path, crash_at=f"{point}:{passing}")
+    """Small files are merged during the run where the point is one of merging."""
+    plan = Plan(str(run_path), many_files=1 if point in COMPACTION_POINTS else 50)
+    path, many_files = run_path, plan.many_files
+    status = play(path=path, many_files=many_files, crash_at=f"{point}:{passing}")
     assert status == KILLED or passing > 1 or point in RECOVERY
     checks.check_invariants(path)
-    assert play(path=path) == 0
+    assert play(path=path, many_files=many_files) == 0
     checks.check_finished_run(path, plan)
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from pathlib import Path
 
 import invariants as checks
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -58,12 +57,19 @@ class Protocol(RuleBasedStateMachine):
     def do(self, **order: object) -> int:
         return self.play(path=self.path, **order)
 
-    @rule(more=st.integers(0, 4), crash_at=moments(list(CRASH_POINTS), 12))
-    def drive(self, more: int, crash_at: str) -> None:
+    @rule(
+        more=st.integers(0, 4),
+        crash_at=moments([*CRASH_POINTS, *COMPACTION_POINTS], 12),
+        many_files=st.integers(1, 4),
+    )
+    def drive(self, more: int, crash_at: str, many_files: int) -> None:
+        """Files are merged meanwhile, and read all the time."""
         self.units += more
-        assert self.do(units=self.units, crash_at=crash_at) == (-9 if crash_at else 0) or (
-            crash_at and self.do(units=self.units) == 0
-        )
+        order = {"units": self.units, "many_files": many_files}
+        with checks.GlobReader(self.path):
+            assert self.do(**order, crash_at=crash_at) == (-9 if crash_at else 0) or (
+                crash_at and self.do(**order) == 0
+            )
 
     @precondition(lambda self: (self.path / "commits").is_dir())
     @rule(crash_at=moments([*COMPACTION_POINTS, *COMPACTION_POINTS, *RECOVERY], 3))
@@ -114,20 +120,13 @@ class Protocol(RuleBasedStateMachine):
         try:
             assert self.do(units=self.units) == 0
             checks.check_finished_run(self.path, plan)
-            before = glob_units(self.path)
+            before = checks.glob_units(self.path)
             assert self.do(do="compact") == 0
-            assert glob_units(self.path) == before
+            assert checks.glob_units(self.path) == before
             assert self.do(units=self.units) == 0
             checks.check_finished_run(self.path, plan)
         finally:
             shutil.rmtree(self.folder)
-
-
-def glob_units(path: Path) -> set[str]:
-    parts = path.glob("trajectories/*.parquet")
-    found = [u for p in parts for u in pq.read_table(p, columns=["unit_id"])[0].to_pylist()]
-    assert len(found) == len(set(found))
-    return set(found)
 
 
 @pytest.mark.slow
