@@ -127,6 +127,23 @@ async def test_driver_killed(
     assert len({row["unit_id"] for row in lost}) == len(lost) <= 6
 
 
+@pytest.mark.parametrize("point", ["publish-7-renamed:2", "publish-8-written", "publish-9-done:2"])
+async def test_driver_killed_while_it_commits_for_ray_workers(
+    point: str,
+    out: Path,
+    server: FakeServer,
+    cluster: dict[str, str],
+    many_rows: Rows,
+) -> None:
+    """The workers wait for an answer, and end with their lease or with Ray."""
+    arguments = kit.run_arguments(out.parent, MANY, server, *RAY)
+    crash = {CRASH_VARIABLE: point}
+    run = await kit.finish_run(*arguments, env={**cluster, **crash}, code=KILLED)
+    arguments = kit.run_arguments(out.parent, reversed(MANY), server, "--workers", "0")
+    await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
+    check_result(out, server, run.receipts(), many_rows)
+
+
 async def test_worker_killed(
     out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
