@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         rows_of,
         write_commit,
     )
-    from hermes_rl.store.compaction import Compacted, compact_run, merge_batches
+    from hermes_rl.store.compaction import Compacted, merge_batches
     from hermes_rl.store.crash import COMPACTION_POINTS, CRASH_POINTS, CRASH_VARIABLE, CrashHook
     from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
     from hermes_rl.store.driver import (
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     )
     from hermes_rl.store.relay import RelayedWriter, RelayJournal
     from hermes_rl.store.remote import fetch_run, local_run, working_copy
-    from hermes_rl.store.repair import repair_run
+    from hermes_rl.store.repair import compact_run, repair_run
     from hermes_rl.store.rows import (
         Delivery,
         Derived,

@@ -14,10 +14,7 @@ import msgspec
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store.commit import part_fault, read_commit
-from hermes_rl.store.driver import begin_epoch
-from hermes_rl.store.files import add_digest, convert_os_errors, disk_errors, file_sha256
-from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.recovery import Recovery, duplicate_message
+from hermes_rl.store.files import add_digest, file_sha256
 from hermes_rl.store.rundir import COMPACTED_VERSION, RETIRED, TABLES, RunDir, order_of, stem_of
 from hermes_rl.store.snapshots import (
     OLD_FILES_S,
@@ -47,42 +44,6 @@ class Compacted:
     """Bytes of Parquet after it."""
 
 
-def compact_run(
-    path: str | Path,
-    *,
-    grace_s: float = OLD_FILES_S,
-    small: int = SMALL,
-    target: int = TARGET,
-    first_epoch: int = 1,
-) -> Compacted:
-    """Merge the small parts of a run that nothing drives. What a killed driver left is published
-    first. Blocking; may be killed and repeated.
-
-    Args:
-        path: the run directory.
-        grace_s: seconds for which replaced files are kept for readers that listed them. The next
-            start or `compact` after that removes them.
-        small: batches of fewer bytes are merged.
-        target: bytes of a merged batch, about.
-        first_epoch: the lowest epoch that may be used.
-
-    Raises: StoreError when the run is in use, damaged or newer, or its file system cannot exchange
-    folders; DiskFull.
-    """
-    run_dir = RunDir(path)
-    lock = run_dir.lock()
-    try:
-        with convert_os_errors(run_dir.path), disk_errors():
-            epoch = begin_epoch(run_dir, None, {"compact": True}, at_least=first_epoch)
-            recovery = Recovery(run_dir, epoch)
-            report = recovery.recover_writers(Ledger())
-            if report.duplicates:
-                raise StoreError(duplicate_message(run_dir, report.duplicates[0]))
-            return merge_batches(run_dir, grace_s=grace_s, small=small, target=target)
-    finally:
-        lock.release()
-
-
 def merge_batches(
     run_dir: RunDir,
     *,
@@ -92,7 +53,7 @@ def merge_batches(
 ) -> Compacted:
     """Merge small batches. The caller holds LOCK, and nothing commits meanwhile.
 
-    Arguments and errors: as `compact_run`.
+    Arguments and errors: as `repair.compact_run`.
     """
     before = _count(run_dir)
     complete_switches(run_dir, grace_s=grace_s)
@@ -118,7 +79,7 @@ def write_merged(run_dir: RunDir, *, small: int = SMALL, target: int = TARGET) -
     """Write the merged parts of small batches to tmp/. The caller holds LOCK; batches may be
     committed meanwhile. Blocking.
 
-    Returns None when there is nothing to merge. Arguments and errors: as `compact_run`.
+    Returns None when there is nothing to merge. Arguments and errors: as `repair.compact_run`.
     """
     older = {one.stem: one for c in read_compactions(run_dir) for one in c.merged}
     committed = {*run_dir.commit_stems(), *older}
@@ -150,7 +111,7 @@ def switch_tables(run_dir: RunDir, merge: Merge, *, grace_s: float = OLD_FILES_S
     """Replace the small parts in the tables. The caller holds LOCK, and nothing commits meanwhile;
     parts that were committed since stay. Blocking.
 
-    Arguments and errors: as `compact_run`.
+    Arguments and errors: as `repair.compact_run`.
     """
     try:
         stage(run_dir, merge.number, merge.merged, merge.written, merge.replaced)

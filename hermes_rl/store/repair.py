@@ -5,7 +5,9 @@ commit that is damaged or missing is made again from its parts, an epoch from an
 manifest.json. Parts that cannot be read leave their commit, so that their units run again. When a
 unit is finished twice, the later row moves to `failures` with cause `duplicate`; only then are
 published parts rewritten. Their order (segments, failures, trajectories, commit) allows it to be
-killed and repeated: until the commit is rewritten the unit counts as finished twice."""
+killed and repeated: until the commit is rewritten the unit counts as finished twice.
+
+`compact_run` merges the small parts of a run that nothing drives."""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ from hermes_rl.errors import CAUSES, StoreError, end_reason_of
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import trajectory_id
 from hermes_rl.store.commit import Commit, Keys, Outcome, part_fault, read_commit, write_commit
+from hermes_rl.store.compaction import SMALL, TARGET, Compacted, merge_batches
 from hermes_rl.store.driver import begin_epoch
 from hermes_rl.store.files import add_digest, convert_os_errors, disk_errors, file_sha256
 from hermes_rl.store.ledger import Ledger
@@ -33,6 +36,7 @@ from hermes_rl.store.reader import decode_metrics
 from hermes_rl.store.recovery import (
     Recovery,
     RecoveryReport,
+    duplicate_message,
     find_final_rows,
     foreign_parts,
     quarantined,
@@ -51,6 +55,7 @@ from hermes_rl.store.rundir import (
 )
 from hermes_rl.store.schema import schema_of, storage_schema
 from hermes_rl.store.snapshots import (
+    OLD_FILES_S,
     Part,
     find_part,
     merged_by_stem,
@@ -375,3 +380,39 @@ def _rewrite(run_dir: RunDir, table: str, stem: str, rows: list[dict[str, Any]])
     run_dir.storage.put_file(part_name(table, stem), local)
     size = final.stat().st_size
     return Part(table=table, rows=len(rows), size=size, sha256=file_sha256(final))
+
+
+def compact_run(
+    path: str | Path,
+    *,
+    grace_s: float = OLD_FILES_S,
+    small: int = SMALL,
+    target: int = TARGET,
+    first_epoch: int = 1,
+) -> Compacted:
+    """Merge the small parts of a run that nothing drives. What a killed driver left is published
+    first. Blocking; may be killed and repeated.
+
+    Args:
+        path: the run directory.
+        grace_s: seconds for which replaced files are kept for readers that listed them. The next
+            start or `compact` after that removes them.
+        small: batches of fewer bytes are merged.
+        target: bytes of a merged batch, about.
+        first_epoch: the lowest epoch that may be used.
+
+    Raises: StoreError when the run is in use, damaged or newer, or its file system cannot exchange
+    folders; DiskFull.
+    """
+    run_dir = RunDir(path)
+    lock = run_dir.lock()
+    try:
+        with convert_os_errors(run_dir.path), disk_errors():
+            epoch = begin_epoch(run_dir, None, {"compact": True}, at_least=first_epoch)
+            recovery = Recovery(run_dir, epoch)
+            report = recovery.recover_writers(Ledger())
+            if report.duplicates:
+                raise StoreError(duplicate_message(run_dir, report.duplicates[0]))
+            return merge_batches(run_dir, grace_s=grace_s, small=small, target=target)
+    finally:
+        lock.release()
