@@ -266,8 +266,7 @@ class _Run:
         """Passes on groups as they end, in a live run."""
         self.mirror: Mirror | None = None
         """Of a run on an object store."""
-        self._unmerged = False
-        """Whether merging small files failed; it is not tried again."""
+        self._unmerged = False  # whether merging failed, which is not tried again
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -390,13 +389,11 @@ class _Run:
                 done = merge_batches(run_dir, small=SMALL_FILE)
         except (StoreError, OSError) as error:
             self.progress.note(f"small files were not merged: {error}")
-            return
-        if done.after < done.before:
+        else:
             self.progress.note(f"merged {done.before} Parquet files into {done.after}")
 
     async def _merge_while_running(self) -> None:
-        """Merge small files whenever there are many, and remove old ones. No failure ends the
-        run."""
+        """Merge many small files, and remove old ones. No failure ends the run."""
         while not self._unmerged:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OLD_FILES_S):
