@@ -43,7 +43,7 @@ from batch_runner.settings import (
     resolve_settings,
 )
 from batch_runner.worker import WorkerSpec
-from hermes_rl.aio import in_thread, run_sync
+from hermes_rl.aio import abandonable, in_thread, run_sync
 from hermes_rl.checkpoints import CHECKPOINTS
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import (
@@ -138,7 +138,7 @@ async def _run_on_disk(
     settings = replace(resolve_settings(config), joint=joint)
     refuse_unpriced(config)
     reader = open_reader(settings)
-    await asyncio.to_thread(reader.check_first_row)
+    await abandonable(reader.check_first_row)  # it may load a dataset for minutes
     probed = await reach(settings.config, settings.keys)
     section = settings.config.run
     options = OpenOptions(

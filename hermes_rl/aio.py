@@ -11,7 +11,8 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 from hermes_rl.errors import UserError
 
@@ -153,6 +154,33 @@ async def to_end(work: Awaitable[_T]) -> _T:
         if not task.cancelled():
             task.exception()  # seen: the cancellation goes first
         raise
+
+
+async def abandonable(read: Callable[[], _T]) -> _T:
+    """Run code that blocks and only reads in a thread. A cancelled caller continues at once, and
+    neither the event loop nor the program waits for the thread when it ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(value: _T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(_T, value))
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = read()
+        except BaseException as raised:  # a boundary: whatever it is, the caller gets it
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed already
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="reader", daemon=True).start()
+    return await future
 
 
 async def in_thread(work: Callable[..., _T], *args: object) -> _T:

@@ -116,7 +116,7 @@ def _command(config: VerifiersConfig, mode: str, split: str = "train") -> list[s
 def _read_tasks(command: list[str]) -> Iterator[dict[str, Any]]:
     """Raises: UserError."""
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     except OSError as error:
         raise UserError(f"verifiers: env.config.python: {error}") from None
     with process:

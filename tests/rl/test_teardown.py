@@ -172,3 +172,28 @@ async def score_group(self, task, members, ctx):
     groups = lab.groups()
     assert set(groups) == {"n0", "n1"}
     assert all("score_group() ran for more than 0.5 s" in g["error"] for g in groups.values())
+
+
+async def test_ctrl_c_ends_a_program_whose_tasks_are_being_loaded(lab: Lab) -> None:
+    loads = """
+def tasks(self, split, seed):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(60)
+    yield make_task("What is it?")
+
+async def compute_reward(self, task, trajectory, ctx):
+    return 1.0
+"""
+    env = lab.write(loads, "import sys, time").path
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        process = await start("process", env, "--model", "noop", "--out", lab.out)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stderr
+    async with asyncio.timeout(60):
+        while b"loading" not in await process.stderr.readline():
+            pass
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(15):
+        assert await process.wait() == 130
