@@ -130,10 +130,13 @@ def find_part(run_dir: RunDir, stem: str, part: Part) -> tuple[Path, Part]:
 
 
 def replaced_stems(run_dir: RunDir, parts: list[Path]) -> set[str]:
-    """The batches whose rows are in merged parts of a list."""
+    """The stems of batches, and of earlier merged parts, whose rows are in merged parts of a
+    list."""
     listed = {stem_of(part) for part in parts}
-    records = [one for c in read_compactions(run_dir) for one in c.merged if one.stem in listed]
-    return {stem for one in records for stem in one.of}
+    records = [one for c in read_compactions(run_dir) for one in c.merged]
+    batches = {stem for one in records if one.stem in listed for stem in one.of}
+    merged = {one.stem for one in records if batches.issuperset(one.of)}
+    return batches | (merged - listed)
 
 
 def stage(

@@ -287,6 +287,20 @@ async def test_a_driver_that_was_replaced_removes_no_merged_parts(
     assert merged in await proxy.objects(url)
 
 
+async def test_a_run_that_is_merged_twice_has_each_row_once_in_the_store(
+    proxy: Proxy, url: str
+) -> None:
+    for units in ("12", "34"):
+        driver = await asyncio.to_thread(fill, url, 30.0, *(unit * 32 for unit in units))
+        assert await driver.finish() == ""
+        driver.close()
+        assert await asyncio.to_thread(main, ["compact", url]) == 0
+    parts = [key for key in await proxy.objects(url) if key.startswith("trajectories/")]
+    assert len(parts) == 1
+    assert len(await rows_at(url)) == 4
+    assert await asyncio.to_thread(main, ["check", url]) == 0
+
+
 async def test_a_driver_shows_that_it_lives_during_a_long_merge(proxy: Proxy, url: str) -> None:
     mirror = await asyncio.to_thread(fill, url, 0.4)
     seen = threading.Semaphore(0)
