@@ -99,7 +99,8 @@ def write_merged(run_dir: RunDir, *, small: int = SMALL, target: int = TARGET) -
             stem = f"{_without_number(group[-1])}.{number}"
             of = [s for one in group for s in (older[one].of if one in older else [one])]
             parts = list(_merge_tables(run_dir, group, stem, older, merge.written))
-            merge.merged.append(Merged(stem=stem, of=of, parts=parts))
+            gone = [*group, *(s for one in group if one in older for s in older[one].replaced)]
+            merge.merged.append(Merged(stem=stem, of=of, parts=parts, replaced=gone))
         run_dir.crash("compact-1-written")
     except BaseException:
         _remove(merge)

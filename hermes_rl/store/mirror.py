@@ -418,8 +418,7 @@ def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair:
         fetched = _fetch_all(remote, root, verify=not repair)
         damaged = _find_damaged(remote, fetched) if repair else None
     if kept:
-        lost = [n for n, s in remote.files.items() if _is_lost(work, n, s)]
-        remote.fetch(work, lost, verify=not repair)
+        _fetch_lost(remote, work, verify=not repair)
         shutil.rmtree(root / "fetching", ignore_errors=True)
     else:
         for name in (n for n in damaged or () if not _never_changes(n)):
@@ -484,6 +483,17 @@ def _fetch_all(remote: RemoteRun, root: Path, *, verify: bool) -> Path:
     if remote.files:
         RunDir(fetching).create()
     return fetching
+
+
+def _fetch_lost(remote: RemoteRun, work: Path, *, verify: bool) -> None:
+    """Fetch what recovery reads and a working copy lacks, except for parts that it has merged: a
+    driver may have been killed before it uploaded the merged ones."""
+    lost = [n for n, s in remote.files.items() if _is_lost(work, n, s)]
+    parts = {n for n in lost if n.partition("/")[0] in TABLES}
+    remote.fetch(work, [n for n in lost if n not in parts], verify=verify)
+    run_dir = RunDir(work)
+    merged = replaced_stems(run_dir, [p for t in TABLES for p in run_dir.parts(t)])
+    remote.fetch(work, [n for n in parts if stem_of(work / n) not in merged], verify=verify)
 
 
 def _find_damaged(remote: RemoteRun, fetched: Path) -> set[str]:

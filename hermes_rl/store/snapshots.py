@@ -42,6 +42,9 @@ class Merged(msgspec.Struct, frozen=True, kw_only=True):
     of: list[str]
     """The stems of the batches."""
     parts: list[Part]
+    replaced: list[str] = []
+    """The stems of all parts that had these rows before, also merged ones, whose records are
+    removed with their parts."""
 
 
 class Compaction(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,13 +133,13 @@ def find_part(run_dir: RunDir, stem: str, part: Part) -> tuple[Path, Part]:
 
 
 def replaced_stems(run_dir: RunDir, parts: list[Path]) -> set[str]:
-    """The stems of batches, and of earlier merged parts, whose rows are in merged parts of a
-    list."""
+    """The stems of batches, and of merged parts, whose rows are in merged parts of a list."""
     listed = {stem_of(part) for part in parts}
-    records = [one for c in read_compactions(run_dir) for one in c.merged]
-    batches = {stem for one in records if one.stem in listed for stem in one.of}
-    merged = {one.stem for one in records if batches.issuperset(one.of)}
-    return batches | (merged - listed)
+    found = set[str]()
+    for compaction in read_compactions(run_dir):
+        if any(one.stem in listed for one in compaction.merged):
+            found |= _replaced(run_dir, compaction.number)
+    return found
 
 
 def stage(
@@ -217,9 +220,12 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
 
 def _replaced(run_dir: RunDir, number: int) -> set[str]:
     """The stems of batches, and of merged parts, whose rows are in the parts of a snapshot."""
-    batches = {stem for one in read_compaction(run_dir, number).merged for stem in one.of}
+    merged = read_compaction(run_dir, number).merged
+    batches = {stem for one in merged for stem in one.of}
+    # Earlier versions did not record the merged ones among these.
     older = [m for c in read_compactions(run_dir) if c.number < number for m in c.merged]
-    return batches | {one.stem for one in older if batches.issuperset(one.of)}
+    found = batches | {one.stem for one in older if batches.issuperset(one.of)}
+    return found.union(*(one.replaced for one in merged))
 
 
 def _link_others(run_dir: RunDir, source: Path, target: Path, replaced: set[str]) -> None:

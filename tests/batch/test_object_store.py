@@ -19,7 +19,7 @@ from s3 import KEYS, SIGNED, Proxy, s3_proxy, s3_server
 from hermes_rl.cli import main
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.events import AttemptKey, Begun, Ended
-from hermes_rl.store import append_attempts, load_run, open_mirror
+from hermes_rl.store import append_attempts, compact_run, load_run, open_mirror
 from hermes_rl.testing import FakeServer
 
 QUICK = ("--workers", "0", "--set", "run.publish_every_s=0.05")
@@ -287,18 +287,22 @@ async def test_a_driver_that_was_replaced_removes_no_merged_parts(
     assert merged in await proxy.objects(url)
 
 
-async def test_a_run_that_is_merged_twice_has_each_row_once_in_the_store(
-    proxy: Proxy, url: str
-) -> None:
-    for units in ("12", "34"):
-        driver = await asyncio.to_thread(fill, url, 30.0, *(unit * 32 for unit in units))
-        assert await driver.finish() == ""
-        driver.close()
+@pytest.mark.parametrize("killed", [False, True])
+async def test_merged_files_are_merged_again(proxy: Proxy, url: str, killed: bool) -> None:
+    """Also when the second merge was killed before its upload."""
+    units = [f"{number}" * 32 for number in range(4)]
+    for batches in (units[:2], units[2:]):
+        mirror = await asyncio.to_thread(fill, url, 30.0, *batches)
+        assert await mirror.finish() == ""
+        mirror.close()
+        if killed and batches == units[2:]:
+            await asyncio.to_thread(compact_run, mirror.path, grace_s=0)
         assert await asyncio.to_thread(main, ["compact", url]) == 0
-    parts = [key for key in await proxy.objects(url) if key.startswith("trajectories/")]
-    assert len(parts) == 1
-    assert len(await rows_at(url)) == 4
+        (_,) = [key for key in await proxy.objects(url) if key.startswith("trajectories/")]
+        assert len(list((mirror.path / "trajectories").iterdir())) == 1
     assert await asyncio.to_thread(main, ["check", url]) == 0
+    run = await asyncio.to_thread(load_run, url)
+    assert sorted(run.trajectories["unit_id"]) == units
 
 
 async def test_a_driver_shows_that_it_lives_during_a_long_merge(proxy: Proxy, url: str) -> None:
