@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,8 +208,8 @@ class RayWorker:
     lease_s: float
     commit: CommitBatch
     """Of the driver."""
-    stem: str = ""
-    """Of the last batch that it passed on."""
+    files: Sequence[str] = ()
+    """Of the last batch that it passed on: each try of a batch has other ones."""
     committing: asyncio.Task[None] | None = None
     """The commit of that batch."""
     sharing: asyncio.Task[None] | None = None
@@ -234,8 +234,8 @@ class RayWorker:
             async with asyncio.timeout(self.lease_s):
                 reply = decode_reply(await self.actor.poll.remote(self.lease_s / 6))
             batch = reply.prepared
-            if batch is not None and batch.commit.stem != self.stem:
-                self.stem = batch.commit.stem
+            if batch is not None and batch.files != self.files:
+                self.files = batch.files
                 # Keep polling: a slow disk must not end the lease.
                 self.committing = asyncio.create_task(self._commit(batch))
                 self.committing.add_done_callback(_ignore_outcome)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -59,8 +60,6 @@ from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.sandboxes import BuildFailed
 from hermes_rl.store import (
     OLD_FILES_S,
-    SMALL_FILE,
-    TABLES,
     Driver,
     Mirror,
     OpenOptions,
@@ -319,7 +318,7 @@ class _Run:
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         if self.source.stop is None:
-            await asyncio.to_thread(self._merge_files)
+            await self._merge_at_end()
         return self.report(stats)
 
     async def _run_open_units(self) -> None:
@@ -374,32 +373,24 @@ class _Run:
             )
         self.coordinator.ledgers[RUN_USD].limit = round(dollars * NANO)
 
-    def _merge_files(self) -> None:
+    async def _merge_at_end(self) -> None:
         """Merge the files of a start that left many small ones. No failure ends the run."""
-        run_dir, mine = self.driver.run_dir, f"{self.driver.epoch}-driver"
-        tables = ([part.stat().st_size for part in run_dir.parts(table)] for table in TABLES)
-        small = max(sum(size < SMALL_FILE for size in sizes) for sizes in tables)
-        many = small > OpenOptions.many_files and not self._unmerged
-        if not many or {*run_dir.writers()} - {mine}:
-            return  # a worker that could not be ended may still publish
-        from hermes_rl.store import merge_batches  # needed by few runs
-
         try:
-            with self.mirror.quiet if self.mirror else nullcontext():
-                done = merge_batches(run_dir, small=SMALL_FILE)
+            if self._unmerged or not await asyncio.to_thread(self.driver.has_many_small_files):
+                return
+            self.driver.many_files.set()
+            await self.driver.merge_files(quiet=self.mirror.quiet if self.mirror else None)
         except (StoreError, OSError) as error:
             self.progress.note(f"small files were not merged: {error}")
-        else:
-            self.progress.note(f"merged {done.before} Parquet files into {done.after}")
 
-    async def _merge_while_running(self) -> None:
+    async def _merge_while_running(self, ends: Callable[[], bool]) -> None:
         """Merge many small files, and remove old ones. No failure ends the run."""
         while not self._unmerged:
             with suppress(TimeoutError):
                 async with asyncio.timeout(OLD_FILES_S):
                     await self.driver.many_files.wait()
             try:
-                await self.driver.merge_files()
+                await self.driver.merge_files(ends=ends)
             except (StoreError, OSError) as error:
                 self._unmerged = True
                 self.progress.note(f"small files are not merged: {error}")
@@ -488,12 +479,13 @@ class _Run:
 
     async def _run_monitored(self, start: StartWorker, coordinator: Coordinator) -> None:
         """Run the units; monitor endpoints and merge small files meanwhile."""
-        beside = [asyncio.create_task(self.monitor.run(coordinator))]
+        beside, ends = [asyncio.create_task(self.monitor.run(coordinator))], threading.Event()
         if self.mirror is None and self.live is None:  # these know their files by name
-            beside.append(asyncio.create_task(self._merge_while_running()))
+            beside.append(asyncio.create_task(self._merge_while_running(ends.is_set)))
         try:
             await self._dispatch_all(start)
         finally:
+            ends.set()
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)

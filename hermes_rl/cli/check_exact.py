@@ -203,7 +203,7 @@ def rollouts(run_dir: RunDir, *, texts: bool = False) -> Iterator[Rollout]:
 
 
 def _rows(run_dir: RunDir, table: str, stem: str, columns: Sequence[str] | None) -> Iterator[Row]:
-    place = run_dir.path / table / stem
+    place = run_dir.present(run_dir.path / table / stem)
     if not place.exists():
         return
     with pq.ParquetFile(place) as file:

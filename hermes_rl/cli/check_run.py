@@ -34,7 +34,7 @@ def faults_of(path: Path) -> Iterator[str]:
     for table in TABLES:
         for part in run_dir.parts(table):
             if part not in bad:
-                yield from _part_faults(table, part, seen)
+                yield from _part_faults(table, run_dir.present(part), seen)
 
 
 def _config_faults(place: Path) -> Iterator[str]:

@@ -77,6 +77,7 @@ class PolicyCalls:
         except (Exception, Blocked) as error:
             if not timer.expired() and not isinstance(error, Blocked):
                 raise
+            self._timer = None  # calls that still run must not set it
             raise await self._reach("time_limit") from error
         finally:
             self._timer = None

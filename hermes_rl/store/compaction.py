@@ -5,7 +5,7 @@ Merged parts are written while batches are committed. Only the switch needs the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hermes_rl.store.snapshots import (
     Merged,
     Part,
     complete_switches,
+    drop_unrecorded,
     exchange_tables,
     read_compactions,
     stage,
@@ -75,16 +76,32 @@ class Merge:
     """The stems of the parts that they replace."""
 
 
-def write_merged(run_dir: RunDir, *, small: int = SMALL, target: int = TARGET) -> Merge | None:
+class _Ended(Exception):
+    """The merge shall end."""
+
+
+def write_merged(
+    run_dir: RunDir,
+    *,
+    small: int = SMALL,
+    target: int = TARGET,
+    most: int | None = None,
+    ends: Callable[[], bool] = lambda: False,
+) -> Merge | None:
     """Write the merged parts of small batches to tmp/. The caller holds LOCK; batches may be
     committed meanwhile. Blocking.
 
-    Returns None when there is nothing to merge. Arguments and errors: as `repair.compact_run`.
+    Args:
+        small, target: as `repair.compact_run`.
+        most: merged batches; None for all.
+        ends: whether the merge shall end without a result.
+
+    Returns None when there is nothing to merge. Errors: as `repair.compact_run`.
     """
     older = {one.stem: one for c in read_compactions(run_dir) for one in c.merged}
     committed = {*run_dir.commit_stems(), *older}
     sizes = {stem: size for stem, size in _sizes(run_dir).items() if stem in committed}
-    groups = _groups(sizes, small, target)
+    groups = _groups(sizes, small, target)[:most]
     if not groups:
         return None
     _try_exchange(run_dir)
@@ -98,10 +115,13 @@ def write_merged(run_dir: RunDir, *, small: int = SMALL, target: int = TARGET) -
         for group in groups:
             stem = f"{_without_number(group[-1])}.{number}"
             of = [s for one in group for s in (older[one].of if one in older else [one])]
-            parts = list(_merge_tables(run_dir, group, stem, older, merge.written))
+            parts = list(_merge_tables(run_dir, group, stem, older, merge.written, ends))
             gone = [*group, *(s for one in group if one in older for s in older[one].replaced)]
             merge.merged.append(Merged(stem=stem, of=of, parts=parts, replaced=gone))
         run_dir.crash("compact-1-written")
+    except _Ended:
+        _remove(merge)
+        return None
     except BaseException:
         _remove(merge)
         raise
@@ -116,6 +136,9 @@ def switch_tables(run_dir: RunDir, merge: Merge, *, grace_s: float = OLD_FILES_S
     """
     try:
         stage(run_dir, merge.number, merge.merged, merge.written, merge.replaced)
+    except BaseException:
+        drop_unrecorded(run_dir, merge.number)  # recursive globs would find its files
+        raise
     finally:
         _remove(merge)
     complete_switches(run_dir, grace_s=grace_s)
@@ -185,6 +208,7 @@ def _merge_tables(
     stem: str,
     older: Mapping[str, Merged],
     written: dict[str, Path],
+    ends: Callable[[], bool],
 ) -> Iterator[Part]:
     """Write the merged parts of a group to tmp/, one for each table that has rows."""
     records = [older.get(one) or read_commit(run_dir, one) for one in group]
@@ -205,7 +229,7 @@ def _merge_tables(
         if parts:
             name = f"{table}/part-{stem}.parquet"
             written[name] = local = run_dir.storage.temporary(name)
-            rows = _write(table, [path for path, _ in parts], local)
+            rows = _write(table, [path for path, _ in parts], local, ends)
             if rows != sum(part.rows for _, part in parts):
                 raise StoreError(
                     f"{run_dir.path}: {table} of {stem} lacks rows; nothing was merged"
@@ -215,7 +239,7 @@ def _merge_tables(
             yield Part(table=table, rows=rows, size=size, sha256=file_sha256(local))
 
 
-def _write(table: str, parts: Sequence[Path], local: Path) -> int:
+def _write(table: str, parts: Sequence[Path], local: Path, ends: Callable[[], bool]) -> int:
     """Write the rows of some parts to one file, in row groups of `ROW_GROUP_BYTES`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -234,6 +258,8 @@ def _write(table: str, parts: Sequence[Path], local: Path) -> int:
                 waiting.clear()
 
         for found in _row_groups(parts):
+            if ends():
+                raise _Ended
             # Parts of an older version lack columns that came later.
             columns = [
                 found[f.name] if f.name in found.column_names else pa.nulls(found.num_rows, f.type)

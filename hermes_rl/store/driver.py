@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,16 @@ from hermes_rl.store.ledger import Disposition, Ledger
 from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.recovery import Recovery, RecoveryReport, duplicate_message, quarantined
 from hermes_rl.store.rows import Derived, Finished
-from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, Epoch, RunDir, fence
+from hermes_rl.store.rundir import GRACE_S, SCHEMA_VERSION, TABLES, Epoch, RunDir, fence
 from hermes_rl.store.snapshots import OLD_FILES_S, complete_switches
 from hermes_rl.text import SECRETS
 from hermes_rl.trajectory import fold, fold_subagents
 
 SMALL_FILE = 16 * 1024 * 1024
 """Bytes. A run merges files below it; larger ones are left to `hermes-rl compact`."""
+
+MERGE_GROUPS = 8
+"""Files of about 256 MB that one merge writes while workers run; the next one continues."""
 
 _MAX_VALUE_CHARS = 40
 """Longer values are cut in error messages."""
@@ -170,6 +174,7 @@ class Driver:
         # Before the lock, so that only this recovery waits for a process that ends slowly.
         await asyncio.to_thread(fence, self.run_dir, writer, grace_s=self._options.grace_s)
         async with self._tables:
+            await in_thread(self._refuse_lost_run)
             self._given_up.add(writer)
             sent = {k: d for k, d in self._in_flight.items() if d.writer == writer}
             receipts = await in_thread(self._recovery.recover_worker, writer, cause, sent)
@@ -187,6 +192,7 @@ class Driver:
 
     async def _publish(self, derived: Derived) -> None:
         async with self._tables:
+            await in_thread(self._refuse_lost_run)
             await in_thread(self._recovery.publish_directly, [derived])
 
     async def commit(self, prepared: Prepared) -> None:
@@ -220,28 +226,48 @@ class Driver:
         if newest != self.epoch:
             raise StoreError(f"{self.run_dir.path} was taken over: epoch {newest} has begun")
 
-    async def merge_files(self, *, grace_s: float = OLD_FILES_S) -> None:
+    def has_many_small_files(self) -> bool:
+        """Whether a table has so many that they should be merged. Blocking."""
+        tables = ([p.stat().st_size for p in self.run_dir.parts(table)] for table in TABLES)
+        most = max(sum(size < SMALL_FILE for size in sizes) for sizes in tables)
+        return most > self._options.many_files
+
+    async def merge_files(
+        self,
+        *,
+        grace_s: float = OLD_FILES_S,
+        ends: Callable[[], bool] = lambda: False,
+        quiet: AbstractContextManager[object] | None = None,
+    ) -> None:
         """Remove old files, and merge small ones if there are many. Writers continue, and commits
         wait only for the switch.
 
         Args:
             grace_s: seconds for which replaced files are kept for readers that listed them.
+            ends: whether the merge shall end soon, without a result; called in a thread.
+            quiet: held, in a thread, while tables are switched.
 
         Raises: StoreError when a file is damaged, or the file system cannot exchange folders;
         DiskFull.
         """
-        await to_end(self._merge_files(grace_s))
+        if self._lock is not None:
+            with self._lock.shared():
+                await to_end(self._merge_files(grace_s, ends, quiet or nullcontext()))
 
-    async def _merge_files(self, grace_s: float) -> None:
+    async def _merge_files(
+        self, grace_s: float, ends: Callable[[], bool], quiet: AbstractContextManager[object]
+    ) -> None:
         from hermes_rl.store.compaction import Merge, switch_tables, write_merged  # long runs only
 
         def complete() -> None:
             self._refuse_lost_run()
-            complete_switches(self.run_dir, grace_s=grace_s)
+            with quiet:
+                complete_switches(self.run_dir, grace_s=grace_s)
 
         def switch(merge: Merge) -> None:
             self._refuse_lost_run()
-            switch_tables(self.run_dir, merge, grace_s=grace_s)
+            with quiet:
+                switch_tables(self.run_dir, merge, grace_s=grace_s)
 
         async with self._tables:
             await in_thread(complete)
@@ -249,7 +275,9 @@ class Driver:
             return
         self.many_files.clear()
         self._small_files.clear()
-        merge = await in_thread(lambda: write_merged(self.run_dir, small=SMALL_FILE))
+        merge = await in_thread(
+            lambda: write_merged(self.run_dir, small=SMALL_FILE, most=MERGE_GROUPS, ends=ends)
+        )
         if merge is not None:
             async with self._tables:
                 await in_thread(switch, merge)

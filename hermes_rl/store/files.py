@@ -39,7 +39,7 @@ class DamagedFile(StoreError):
         self.path = path
 
 
-PACKED_BYTES = 1024
+PACKED_BYTES = 500
 """Longer JSON is compressed: rows become a third of their size."""
 
 

@@ -445,7 +445,8 @@ class JournalWriter:
             elif line.attempt:
                 if line.key is not None:
                     self._relayed[line.attempt], _ = self._live.begin(line.key)
-                self._relayed[line.attempt].append(line.content)
+                if (file := self._relayed.get(line.attempt)) is not None:
+                    file.append(line.content)
             else:
                 self.append_connection(line.content)
         return receipts

@@ -119,9 +119,9 @@ class Mirror:
                 files=self._put_changed(epochs),  # here: a claim may be all that a driver leaves
             )
             self._beat()
+            threading.Thread(target=self._keep_beating, daemon=True).start()
             if not self._remote.append(self._claim):
                 raise StoreError(f"{self.url}: another driver has just started. Run again later")
-            threading.Thread(target=self._keep_beating, daemon=True).start()
             self._plain |= {*self._claim.files}
             self.sync()
         except StoreError:

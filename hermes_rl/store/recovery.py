@@ -315,7 +315,8 @@ class Recovery:
 
     def _remove(self, writer: str) -> None:
         """Remove the files of a writer whose rows are published."""
-        self._delete_temporary(rf"(\w+\.part-|commits\.){re.escape(writer)}-\d+\.")
+        # Not those of a merge, whose stems end with a number: it may be running.
+        self._delete_temporary(rf"(\w+\.part-|commits\.){re.escape(writer)}-\d+\.(parquet|json)\.")
         folder = self.run_dir.writer_path(writer)
         for kind in ("live", "dispatch", "asked"):
             for _, path in self.run_dir.journals(kind, writer):

@@ -59,6 +59,8 @@ class RelayJournal:
         first: list[AttemptKey] = [key]
 
         def append(line: bytes) -> None:
+            if self._numbers.get(key) != number:
+                return  # a call that the attempt did not wait for; its rows are complete
             self._add(RelayedLine(pack(line), number, first.pop() if first else None))
 
         return LiveRecorder(append, number, set())

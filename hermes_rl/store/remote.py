@@ -168,9 +168,8 @@ class RemoteRun:
 
     def complete_log(self) -> None:
         """Write the objects of the log that are missing or damaged again."""
-        for name in sorted(self._incomplete):
-            self.put(name, self._incomplete[name])
-            del self._incomplete[name]
+        self._parallel(lambda name: self.put(name, self._incomplete[name]), self._incomplete)
+        self._incomplete.clear()
 
     def apply(self, entry: Entry) -> None:
         """Add an entry that is in the store to what is known."""

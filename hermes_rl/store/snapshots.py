@@ -183,6 +183,14 @@ def stage(
     run_dir.crash("compact-3-recorded")
 
 
+def drop_unrecorded(run_dir: RunDir, number: int) -> bool:
+    """Remove the folders of a snapshot without a record. Returns whether it has none."""
+    if any((run_dir.path / name).exists() for name in compaction_names(number)):
+        return False
+    shutil.rmtree(run_dir.path / RETIRED / str(number), ignore_errors=True)
+    return True
+
+
 OLD_FILES_S = 600.0
 """Time for which replaced files are kept."""
 
@@ -194,8 +202,7 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
     numbers = [n for n in run_dir.storage.names(RETIRED) if n.isdigit()]
     for number in sorted(map(int, numbers)):
         place = run_dir.path / RETIRED / str(number)
-        if not any((run_dir.path / name).exists() for name in compaction_names(number)):
-            shutil.rmtree(place)
+        if drop_unrecorded(run_dir, number):
             continue
         merged = {one.stem for one in read_compaction(run_dir, number).merged}
         replaced = _replaced(run_dir, number)

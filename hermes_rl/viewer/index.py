@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class RunIndex:
         published = {stem_of(part) for part in parts}
         new = [part for part in parts if part not in self._sources]
         with ThreadPoolExecutor(_READERS) as pool:
-            read = dict(zip(new, pool.map(_read_part, new), strict=True))
+            read = dict(zip(new, pool.map(partial(_read_part, self.run_dir), new), strict=True))
         found = {part: read.get(part) or self._sources[part] for part in parts}
         for stem, path in done.items():
             if stem not in published:
@@ -261,9 +262,9 @@ def _finished(table: pa.Table, places: Any) -> pa.Table:
     return table.append_column("at", pa.array(places, pa.int64()))
 
 
-def _read_part(part: Path) -> _Source:
+def _read_part(run_dir: RunDir, part: Path) -> _Source:
     try:
-        with pq.ParquetFile(part) as file:
+        with pq.ParquetFile(run_dir.present(part)) as file:
             table = file.read(columns=list(_READ))
             every = range(file.num_row_groups)
             groups = tuple(file.metadata.row_group(n).num_rows for n in every)

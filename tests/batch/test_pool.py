@@ -208,6 +208,35 @@ async def test_a_batch_of_a_closing_worker_is_committed_once_through_its_polls(
     assert killed == [actor]
 
 
+async def test_a_batch_whose_commit_failed_is_committed_when_it_is_tried_again(
+    killed: list[object],
+) -> None:
+    first, second = (Prepared(commit=BatchSummary().commit("1-1-0"), files=[n]) for n in "ab")
+    committed: list[Prepared] = []
+    outcomes = asyncio.Queue[tuple[str | None, str | None]]()
+
+    async def commit(prepared: Prepared) -> None:
+        committed.append(prepared)
+        if prepared is not second and len(committed) == 1:
+            raise DiskFull("full")
+
+    def remote(call: Any) -> Any:
+        return SimpleNamespace(remote=call)
+
+    replies = [first, first, second, second]
+
+    async def poll(wait_s: float) -> bytes:
+        return msgspec.msgpack.encode(Reply(prepared=replies.pop(0)))
+
+    handle = worker(SimpleNamespace(poll=remote(poll)), 5.0, commit)
+    handle.actor.committed = remote(lambda *outcome: outcomes.put_nowait(outcome))
+    for _ in range(2):
+        await handle.poll()
+        await handle.poll()
+        await outcomes.get()
+    assert committed == [first, second]
+
+
 CHILD = """
 import os, subprocess, sys, time
 import ray

@@ -217,6 +217,12 @@ async def test_repeated_ids_and_a_call_that_outlives_play(lab: Lab, call_id: str
             1,
         ),
         ("await asyncio.gather(ask(2), ask('slow')); await asyncio.sleep(60)", 3),
+        (
+            "call = asyncio.create_task(ask('slow'))\n"
+            "    await asyncio.sleep(0.1)\n"
+            "    while True: time.sleep(0.01)",
+            2,
+        ),
     ],
 )
 async def test_an_episode_ends_at_the_limit_of_active_seconds_and_is_graded(

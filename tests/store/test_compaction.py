@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import duckdb
 import invariants as checks
@@ -244,6 +245,46 @@ async def test_a_merge_that_fails_changes_nothing(run_path: Path) -> None:
         await run_attempt(driver, journal, 3)
         await publisher.drain()
     assert len(glob_units(run_path)) == 4
+    assert faults(run_path) == []
+
+
+async def test_a_merge_ends_early_fails_halfway_or_meets_a_recovery(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CRASH_VARIABLE, "compact-1-written:2:1.5")
+    async with (
+        await open_run(run_path, CONFIG, None, OpenOptions(many_files=1)) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher = Publisher(journal, commit=driver.commit)
+
+        async def add(numbers: range) -> None:
+            for number in numbers:
+                await run_attempt(driver, journal, number)
+                await publisher.drain()
+
+        await add(range(3))
+        await driver.merge_files(ends=lambda: True)
+        assert list((run_path / "tmp").iterdir()) == []
+
+        await add(range(3, 6))
+        full = StoreError("the disk is full")
+        with monkeypatch.context() as patch:
+            patch.setattr(driver.run_dir.storage, "put", Mock(side_effect=full))
+            with pytest.raises(StoreError, match="full"):
+                await driver.merge_files()
+        assert not list(run_path.glob(".compact/*/*/*.parquet")), "recursive globs read these"
+
+        await add(range(6, 9))
+        merging = asyncio.create_task(driver.merge_files())
+        while not list((run_path / "tmp").glob("trajectories.*")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await journal.aclose()
+        await driver.recover_worker(journal.writer)
+        assert not merging.done()
+        await merging
+    assert len(glob_units(run_path)) == 9
+    assert len(list(run_path.glob("trajectories/*.parquet"))) == 1
     assert faults(run_path) == []
 
 

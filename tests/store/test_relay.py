@@ -81,6 +81,27 @@ async def test_finished_attempts_count_and_running_ones_are_recovered(run_path: 
     assert [len(row["messages"]) for row in lost_rows] == [2, 2], "their events arrived"
 
 
+async def test_a_call_that_outlives_its_attempt_ends_no_run(run_path: Path) -> None:
+    """A judge that the environment did not wait for answers after the rows were sent."""
+    async with await open_run(run_path, scripted_rows.CONFIG) as driver:
+        journal = RelayJournal("1-1")
+        writer = make_writer(driver)
+        await writer.open()
+        driver.dispatch(scripted_rows.make_item(0, 0, driver.epoch), journal.writer)
+        recorder = journal.recorder(scripted_rows.attempt_key(0))
+        events = scripted_rows.make_events(0)
+        recorder.record(events[0])
+        await journal.finish(scripted_rows.make_finished(0))
+        recorder.record(events[1])
+        for receipt in await writer.take(take(journal)):
+            driver.receive(receipt)
+        recorder.record(events[2])
+        assert await writer.take((*take(journal), RelayedLine(b"{}", 1))) == ()
+        await writer.drain()
+        await writer.aclose()
+    assert len(load_run(run_path).trajectories) == 1
+
+
 async def test_rows_come_in_replies_of_a_bounded_size_and_in_order(run_path: Path) -> None:
     notified = asyncio.Event()
     async with await open_run(run_path, scripted_rows.CONFIG) as driver:

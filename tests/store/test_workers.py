@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import invariants as checks
@@ -16,6 +17,7 @@ import scripted_rows
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import (
+    Derived,
     Driver,
     JournalWriter,
     OpenOptions,
@@ -188,8 +190,15 @@ async def test_a_driver_commits_nothing_after_another_one_began(run_path: Path) 
         lost.unlink()
     async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS):
         commit = (run_path / "commits" / "1-1-0.json").read_bytes()
-        with pytest.raises(StoreError, match="was taken over: epoch 2 has begun"):
+        lost_run = partial(pytest.raises, StoreError, match="was taken over: epoch 2 has begun")
+        with lost_run():
             await first.commit(prepared)
+        first.dispatch(scripted_rows.make_item(1), "1-1")
+        with lost_run():
+            await first.recover_worker("1-1")
+        with lost_run():
+            await first.publish(Derived(groups=(scripted_rows.make_group(0),)))
+    assert not list((run_path / "failures").iterdir())
     await first.aclose()
     with pytest.raises(StoreError, match="the driver of 1-1 has ended"):
         await first.commit(prepared)
