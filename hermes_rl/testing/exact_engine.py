@@ -375,7 +375,8 @@ class ExactEngine(Server):
         headers = {"content-type": "application/json", "x-request-id": job.request_id}
         if answer.version is not None and wire.name != "sglang":
             headers["x-policy-version"] = answer.version
-        if answer.request.stream and job.fault in (None, "reset"):
+        closed = job.fault == "reset" and sampled.finish == "abort"  # others come before a token
+        if answer.request.stream and (job.fault is None or closed):
             self._stream(connection, wire, answer, headers, whole=job.fault is None)
         elif job.fault == "reset":
             connection.reset()
