@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from hermes_rl.config import load_config, parse_config
 from hermes_rl.errors import CAUSES, ENDINGS, UserError
 from hermes_rl.leaks import Leak, find_leaks, leaks_of_row
-from hermes_rl.store import FOREIGN, LATER, TABLES, RunDir, file_faults, schema_of
+from hermes_rl.store import FOREIGN, LATER, TABLES, RunDir, decode_line, file_faults, schema_of
 from hermes_rl.text import SECRETS
 
 _ALWAYS = ("input_tokens", "output_tokens")
@@ -206,9 +206,12 @@ def _unit(row: dict[str, Any]) -> str:
 
 def _in_text(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                for leak in find_leaks(line):
+                text = (decode_line(line) or line).decode(
+                    "utf-8", "replace"
+                )  # a journal's is packed
+                for leak in find_leaks(text):
                     yield f"{path} line {number}: {_shown(leak)}"
     except OSError as error:
         yield f"{path}: cannot be read: {error.strerror}"

@@ -15,6 +15,7 @@ from batch_runner import run_batch
 from hermes_rl import RunConfig
 from hermes_rl.errors import UserError
 from hermes_rl.leaks import find_leaks
+from hermes_rl.store import AppendFile, CrashHook
 
 CANARY = "sk-canary-51b0c7d9e2f4"
 HERMES = [sys.executable, "-c", "import sys; from hermes_rl.cli import main; sys.exit(main())"]
@@ -156,8 +157,15 @@ def test_unknown_keys_are_reported_and_stop_an_export(server: str, tmp_path: Pat
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--model", "m", "--base-url", server, "--api-key-env", "SPY_KEY", "--workers", "0"]
     assert hermes("run", str(dataset), *options, "--out", str(out)).returncode == 0
+    left = out / "journal" / "1-7" / "live-0.jsonl"  # by a worker that was killed
+    left.parent.mkdir()
+    AppendFile(left, CrashHook(), "attempt-2-live").append(
+        json.dumps({"text": f"{'Long lines are compressed. ' * 90} {token}"}).encode()
+    )
+    assert token.encode() not in left.read_bytes()
     checked = hermes("check", str(out), "--secrets")
     assert checked.returncode == 2
+    assert f"{left} line 1: GitHub token: ghp_... (40 characters)" in checked.stderr
     assert "(a #0) column messages: GitHub token: ghp_... (40 characters)" in checked.stderr
     assert token not in checked.stdout + checked.stderr
     refused = hermes("export", str(out), "--to", "trl")
