@@ -317,7 +317,7 @@ class _Run:
             await asyncio.to_thread(rmtree, run_dir.path / CHECKPOINTS, ignore_errors=True)
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
-        if self.source.stop is None:
+        if self.source.stop is None or self.live is not None:  # which its consumer always stops
             await self._merge_at_end()
         return self.report(stats)
 

@@ -25,7 +25,7 @@ from hermes_rl.rl import (
     Selection,
     rollouts,
 )
-from hermes_rl.store import load_run
+from hermes_rl.store import OpenOptions, load_run
 from hermes_rl.testing import (
     ExactConfig,
     ExactEngine,
@@ -58,6 +58,7 @@ def open_stream(lab: Lab, server: FakeServer | None, **more: Any) -> RolloutStre
     url = server.base_url if server is not None else None
     policy = more.pop("policy", None) or Policy(model="policy", base_url=url, tokens="off")
     run = {"allow_unsandboxed": True, "budget_tokens": more.pop("budget_tokens", None)}
+    run |= {name: more.pop(name) for name in ("publish_every_s",) if name in more}
     config = {"sandbox": {"backend": "none"}, "run": run}
     more = {"group_size": SIZE, "concurrency": 16, **more}
     return rollouts(str(lab.path / "made_up.py"), policy, out=lab.out, config=config, **more)
@@ -80,6 +81,25 @@ async def check(lab: Lab) -> None:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
     assert process.returncode == 0, out.decode()
+
+
+async def test_small_files_are_merged_at_the_end_and_groups_are_read_from_them(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = OpenOptions.__init__.__defaults__  # many_files is the last
+    monkeypatch.setattr(OpenOptions.__init__, "__defaults__", (*(defaults or ())[:-1], 1))
+    lab.write(TALK)
+    async with start_server(policy=lambda request: "Well.") as server:
+        async with open_stream(lab, server, publish_every_s=0.05) as stream:
+            for number, group in enumerate(await take(stream, 30)):
+                if number != 20:
+                    await group.ack(step=number)
+        assert len(list(lab.out.glob("trajectories/*.parquet"))) == 1
+        async with open_stream(lab, server) as stream:
+            (again,) = await take(stream, 1, ack=40)
+        assert again.again
+        assert all(m.trajectory and m.trajectory["messages"] for m in again.members)
+    await check(lab)
 
 
 async def test_groups_are_complete_and_acknowledged_once(lab: Lab) -> None:
