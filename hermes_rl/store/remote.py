@@ -142,6 +142,7 @@ class RemoteRun:
             self.apply(entry)
             if (copy := _copy_name(number)).rpartition("/")[2] not in names:
                 self._incomplete[copy] = _content(entry)
+        self.log_faults.sort()  # threads read the entries
 
     def _read_entry(self, number: int) -> tuple[int, Entry]:
         name, copy = _entry_name(number), _copy_name(number)

@@ -167,7 +167,8 @@ async def test_a_worker_that_continues_after_its_recovery_leaves_only_orphans(
         worker.send_signal(signal.SIGCONT)
         await serving
         assert worker.wait(60) == 1
-        assert ("writer 1-1 was given up" in outcomes) == refused
+        # Other threads may run for a moment after a suspension, so an earlier one proves nothing.
+        assert not refused or "writer 1-1 was given up" in outcomes
         assert sorted(run_path.glob("*/part-*.parquet")) == files
         checks.check_invariants(run_path)
         assert load_run(run_path).trajectories["unit_id"].tolist() == before

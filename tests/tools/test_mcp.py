@@ -150,7 +150,7 @@ async def test_changed_arguments_are_noticed(place: Place, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("server", "why"),
     [
-        ({"command": "/no/such/program"}, "No such file"),
+        ({"command": "/no/such/program"}, "No such file|it ended"),
         ({"command": "python3", "args": ["-c", "raise SystemExit('no database')"]}, "no database"),
         (program("many"), "has 1000 tools"),
         (program("silent", timeout=3), "not ready within 3 s"),
