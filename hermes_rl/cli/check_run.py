@@ -208,10 +208,8 @@ def _in_text(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                text = (decode_line(line) or line).decode(
-                    "utf-8", "replace"
-                )  # a journal's is packed
-                for leak in find_leaks(text):
+                unpacked = decode_line(line) or line  # of a journal
+                for leak in find_leaks(unpacked.decode("utf-8", "replace")):
                     yield f"{path} line {number}: {_shown(leak)}"
     except OSError as error:
         yield f"{path}: cannot be read: {error.strerror}"

@@ -222,8 +222,8 @@ class Driver:
 
     def _refuse_lost_run(self) -> None:
         """Raises: StoreError when another driver has begun, as after a lost LOCK."""
-        newest = self.run_dir.epochs()[-1]
-        if newest != self.epoch:
+        newest = max(self.run_dir.epochs(), default=self.epoch)
+        if newest > self.epoch:
             raise StoreError(f"{self.run_dir.path} was taken over: epoch {newest} has begun")
 
     def has_many_small_files(self) -> bool:

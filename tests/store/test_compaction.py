@@ -6,6 +6,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -163,18 +166,44 @@ def test_globs_read_every_row_once_at_any_moment(finished: Path) -> None:
     assert glob_units(finished) == units
 
 
-async def test_a_running_driver_merges_small_files(run_path: Path) -> None:
-    """Every attempt is a batch. Old files stay for readers, until the driver removes them."""
+@dataclass
+class Live:
+    """A driver with a writer, each of whose attempts is a batch."""
+
+    driver: Driver
+    journal: JournalWriter
+
+    async def add(self, *numbers: int) -> None:
+        """Finish and publish attempts."""
+        for number in numbers:
+            await run_attempt(self.driver, self.journal, number)
+            await Publisher(self.journal, commit=self.driver.commit).drain()
+
+    async def begin_merge(self) -> asyncio.Task[None]:
+        """Return a merge that has written its first file."""
+        merging = asyncio.create_task(self.driver.merge_files(grace_s=0))
+        while not list((self.driver.run_dir.path / "tmp").glob("trajectories.*")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return merging
+
+
+@asynccontextmanager
+async def live_run(run_path: Path, many_files: int) -> AsyncIterator[Live]:
     async with (
-        await open_run(run_path, CONFIG, None, OpenOptions(many_files=5)) as driver,
+        await open_run(run_path, CONFIG, None, OpenOptions(many_files=many_files)) as driver,
         JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
     ):
-        publisher, files = Publisher(journal, commit=driver.commit), []
+        yield Live(driver, journal)
+
+
+async def test_a_running_driver_merges_small_files(run_path: Path) -> None:
+    """Old files stay for readers, until the driver removes them."""
+    async with live_run(run_path, many_files=5) as live:
+        driver, files = live.driver, []
         merging = asyncio.create_task(merge_always(driver))
         with GlobReader(run_path) as reader:
             for number in range(60):
-                await run_attempt(driver, journal, number)
-                await publisher.drain()
+                await live.add(number)
                 files.append(len(list(run_path.glob("trajectories/*.parquet"))))
         merging.cancel()
         await asyncio.wait((merging,))
@@ -201,22 +230,10 @@ async def test_commits_do_not_wait_for_merged_files_and_stay(
 ) -> None:
     """The merge has written its files and has not switched, as on a slow disk."""
     monkeypatch.setenv(CRASH_VARIABLE, "compact-1-written:1:1.5")
-    async with (
-        await open_run(run_path, CONFIG, None, OpenOptions(many_files=3)) as driver,
-        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
-    ):
-        publisher = Publisher(journal, commit=driver.commit)
-
-        async def attempts(numbers: range) -> None:
-            for number in numbers:
-                await run_attempt(driver, journal, number)
-                await publisher.drain()
-
-        await attempts(range(5))
-        merging = asyncio.create_task(driver.merge_files(grace_s=0))
-        while not list((run_path / "tmp").glob("trajectories.*")):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await attempts(range(5, 8))
+    async with live_run(run_path, many_files=3) as live:
+        await live.add(*range(5))
+        merging = await live.begin_merge()
+        await live.add(*range(5, 8))
         assert not merging.done(), "the commits waited"
         await merging
         assert sorted(glob_units(run_path).values()) == [1] * 8
@@ -227,23 +244,16 @@ async def test_commits_do_not_wait_for_merged_files_and_stay(
 
 async def test_a_merge_that_fails_changes_nothing(run_path: Path) -> None:
     """A committed file is damaged: it is not copied, and the run continues."""
-    async with (
-        await open_run(run_path, CONFIG, None, OpenOptions(many_files=1)) as driver,
-        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
-    ):
-        publisher = Publisher(journal, commit=driver.commit)
-        for number in range(3):
-            await run_attempt(driver, journal, number)
-            await publisher.drain()
+    async with live_run(run_path, many_files=1) as live:
+        await live.add(*range(3))
         part = sorted(run_path.glob("trajectories/*.parquet"))[1]
         good = part.read_bytes()
         part.write_bytes(good[:-20] + bytes([good[-20] ^ 1]) + good[-19:])
         with pytest.raises(StoreError, match=r"sha256 differs\. Nothing was merged"):
-            await driver.merge_files()
+            await live.driver.merge_files()
         part.write_bytes(good)
         assert list((run_path / "tmp").iterdir()) == []
-        await run_attempt(driver, journal, 3)
-        await publisher.drain()
+        await live.add(3)
     assert len(glob_units(run_path)) == 4
     assert faults(run_path) == []
 
@@ -252,22 +262,13 @@ async def test_a_merge_ends_early_fails_halfway_or_meets_a_recovery(
     run_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CRASH_VARIABLE, "compact-1-written:2:1.5")
-    async with (
-        await open_run(run_path, CONFIG, None, OpenOptions(many_files=1)) as driver,
-        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
-    ):
-        publisher = Publisher(journal, commit=driver.commit)
-
-        async def add(numbers: range) -> None:
-            for number in numbers:
-                await run_attempt(driver, journal, number)
-                await publisher.drain()
-
-        await add(range(3))
+    async with live_run(run_path, many_files=1) as live:
+        driver = live.driver
+        await live.add(*range(3))
         await driver.merge_files(ends=lambda: True)
         assert list((run_path / "tmp").iterdir()) == []
 
-        await add(range(3, 6))
+        await live.add(*range(3, 6))
         full = StoreError("the disk is full")
         with monkeypatch.context() as patch:
             patch.setattr(driver.run_dir.storage, "put", Mock(side_effect=full))
@@ -275,12 +276,10 @@ async def test_a_merge_ends_early_fails_halfway_or_meets_a_recovery(
                 await driver.merge_files()
         assert not list(run_path.glob(".compact/*/*/*.parquet")), "recursive globs read these"
 
-        await add(range(6, 9))
-        merging = asyncio.create_task(driver.merge_files())
-        while not list((run_path / "tmp").glob("trajectories.*")):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await journal.aclose()
-        await driver.recover_worker(journal.writer)
+        await live.add(*range(6, 9))
+        merging = await live.begin_merge()
+        await live.journal.aclose()
+        await driver.recover_worker(live.journal.writer)
         assert not merging.done()
         await merging
     assert len(glob_units(run_path)) == 9
