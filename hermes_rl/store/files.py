@@ -41,11 +41,18 @@ class DamagedFile(StoreError):
 
 PACKED_BYTES = 500
 """Longer JSON is compressed: rows become a third of their size."""
+LARGE_BYTES = 65536
+"""JSON that takes milliseconds to compress, which is then a thread's work."""
 
 
-def pack(payload: bytes) -> bytes:
-    """The JSON of a line, compressed if it is long. Releases the GIL for long ones."""
-    if len(payload) < PACKED_BYTES or payload.startswith(b"="):
+def pack(payload: bytes, *, in_thread: bool = False) -> bytes:
+    """Return the JSON of a line, compressed if it is long.
+
+    Args:
+        in_thread: compress JSON of any size. Without it, other rollouts wait: large JSON stays.
+    """
+    large = len(payload) >= LARGE_BYTES and not in_thread
+    if len(payload) < PACKED_BYTES or large or payload.startswith(b"="):
         return payload
     return b"=" + binascii.b2a_base64(zlib.compress(payload, 1), newline=False)
 

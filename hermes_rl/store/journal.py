@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -29,7 +30,7 @@ from hermes_rl.locks import try_lock
 from hermes_rl.ports import Receipt, Recorder, WorkItem
 from hermes_rl.store.commit import Prepared, commit_batch, prepare_batch
 from hermes_rl.store.crash import CrashHook
-from hermes_rl.store.files import AppendFile, pack
+from hermes_rl.store.files import LARGE_BYTES, AppendFile, pack
 from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.rows import Derived, Finished, Place, RelayedLine, without_secrets
 from hermes_rl.store.rundir import RunDir, epoch_of
@@ -316,14 +317,12 @@ class GroupSync:
         self._run_dir.crash("attempt-4-synced")
 
 
-LARGE_BYTES = 65536
-"""Rows that are compressed in a thread, so that other rollouts need not wait."""
-
-
 async def encode_rows(rows: Finished | Derived) -> bytes:
     """Encode rows as a compressed line, without secrets of this process."""
     payload = encode(without_secrets(rows))
-    return await in_thread(pack, payload) if len(payload) >= LARGE_BYTES else pack(payload)
+    if len(payload) < LARGE_BYTES:
+        return pack(payload)
+    return await in_thread(partial(pack, payload, in_thread=True))
 
 
 class JournalWriter:
