@@ -14,6 +14,7 @@ import hashlib
 import logging
 import re
 import shlex
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 CLOSE_S = 5.0
+ERRORS_S = 5.0
+"""How long the standard error of a program that ended is waited for."""
 MAX_LOSSES = 3
 """Lost connections in a row after which a rollout has no further one."""
 MAX_TOOLS = 128
@@ -553,9 +556,10 @@ async def _program(
     log = f"{sandbox.scratch}/mcp-{name}.log"
     variables_set = [f"{k}={fill_in(v, variables)}" for k, v in section.env.items()]
     program = shlex.join(["env", *variables_set, section.command or "", *section.args])
-    errors = f"2> >(head -c {MAX_LOG_BYTES} >{shlex.quote(log)}; cat >/dev/null)"
+    part, whole = shlex.quote(f"{log}.part"), shlex.quote(log)
+    errors = f"2> >(head -c {MAX_LOG_BYTES} >{part}; mv {part} {whole}; cat >/dev/null)"
     process = await sandbox.start_process(
-        f"exec {program} {errors}", cwd=section.cwd, lossless=True
+        f"rm -f {whole}; exec {program} {errors}", cwd=section.cwd, lossless=True
     )
     to_session, read = anyio.create_memory_object_stream[Any](0)
     write, from_session = anyio.create_memory_object_stream[Any](0)
@@ -570,14 +574,30 @@ async def _program(
     finally:
         with anyio.CancelScope(shield=True), suppress(OSError):
             try:
-                if traffic.fault is not None:
-                    data = await sandbox.read_file(log)
+                if traffic.fault is not None and await process.poll() is not None:
+                    data = await _read_errors(sandbox, log)
                     traffic.printed = clean(data[-400:].decode("utf-8", "replace")).strip()
                 await process.kill()
             except SandboxError as error:
                 traffic.fault = error
         for stream in (to_session, read, write, from_session):
             stream.close()
+
+
+async def _read_errors(sandbox: Sandbox, log: str) -> bytes:
+    """Read the standard error of a program that ended. The file appears when it is complete: some
+    moments after the exit, or later when the program left children behind.
+
+    Raises: FileNotFoundError when it is not there after `ERRORS_S`.
+    """
+    deadline = time.monotonic() + ERRORS_S
+    while True:
+        try:
+            return await sandbox.read_file(log)
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_PAUSE_S)
 
 
 async def _read(process: Process, to_session: Any, traffic: _Traffic) -> None:

@@ -147,10 +147,15 @@ async def test_changed_arguments_are_noticed(place: Place, tmp_path: Path) -> No
         await place("mcp_bad_echo", text="x")
 
 
+LATE = {"command": "sh", "args": ["-c", "(sleep 0.3; echo no database >&2) & exit 1"]}
+"""Its message comes after its end."""
+
+
 @pytest.mark.parametrize(
     ("server", "why"),
     [
-        ({"command": "/no/such/program"}, "No such file|it ended"),
+        ({"command": "/no/such/program"}, "it ended; it printed: .*No such file"),
+        (LATE, "it ended; it printed: no database"),
         ({"command": "python3", "args": ["-c", "raise SystemExit('no database')"]}, "no database"),
         (program("many"), "has 1000 tools"),
         (program("silent", timeout=3), "not ready within 3 s"),
