@@ -46,6 +46,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "batch/test_kills.py",
         "batch/test_mcp.py",
         "batch/test_pool.py",
+        "batch/test_relay.py",
         "batch/test_renewed_keys.py",
         "batch/test_budgets.py",
         "batch/test_workers.py",
@@ -76,7 +77,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Group -> its files."""
 LONG = (
-    *("podman", "docker", "ray", "ordinary user", "viewer"),
+    *("ray", "podman", "docker", "ordinary user", "batch/test_cluster.py", "viewer"),
     *("sandboxes/test_modal.py", "environments/test_terminal_tasks.py", "sandboxes/test_ssh.py"),
     *("store/test_crash_points.py", "sandboxes/test_apptainer.py", "agent/test_finalisation.py"),
     *("local_model/test_server.py", "images/test_run_builds.py", "images/test_published_forms.py"),
@@ -129,9 +130,26 @@ def group_of(nodeid: str) -> str:
     return GROUP_OF.get(file, file)
 
 
+class Turned(pytest.Dir):
+    """The folder of the tests, each process of which begins with another subfolder: pytest compiles
+    a file that has changed, and in a fresh clone four processes would each compile all of them."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        found = [*super().collect()]
+        number, processes = os.environ["PYTEST_XDIST_WORKER"][2:], self.config.workerinput  # type: ignore[attr-defined]
+        first = len(found) * int(number) // int(processes["workercount"])
+        return found[first:] + found[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if path == Path(__file__).parent and "PYTEST_XDIST_WORKER" in os.environ:
+        return Turned.from_parent(parent, path=path)
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: n for n, long in enumerate(LONG) for name in (long, f"{TESTS}/{long}")}
-    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(LONG)))
+    items.sort(key=lambda item: (places.get(group_of(item.nodeid), len(LONG)), item.path.parts))
 
 
 @pytest.hookimpl(optionalhook=True)

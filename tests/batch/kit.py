@@ -32,6 +32,10 @@ from hermes_rl.testing import Entry, FakeServer
 IDENTICAL, REPEATS = 3, 4
 """Identical rows of `make_rows`, and the repeats of each."""
 MARK = "HERMES_TEST_MARK"
+WAIT_S = 300.0
+"""After which a run hangs, on a machine that is far slower and busier than this one."""
+END_S = 30.0
+"""The same for the ends of its processes; Ray's would stay for a minute."""
 VARYING_COLUMNS = (
     "timing", "started_at", "finished_at", "tool_stats", "calls", "attempt", "trajectory_id",
     "run_id", "root_trajectory_id", "row_index", "sandbox", "endpoint", "metrics",
@@ -176,7 +180,7 @@ class RunProcess:
             except ValueError:
                 self.errors += line.decode(errors="replace")
 
-    async def wait(self, seconds: float = 120.0) -> int:
+    async def wait(self, seconds: float = WAIT_S) -> int:
         """The exit code."""
         try:
             async with asyncio.timeout(seconds):
@@ -194,7 +198,7 @@ class RunProcess:
 
 async def wait_for(run: RunProcess, condition: Callable[[], Any]) -> None:
     """Wait until a condition holds; fail when the run ends before."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert run.process.returncode is None, run.errors[-3000:]
         assert time.monotonic() < deadline, run.errors[-3000:]
@@ -325,6 +329,13 @@ def worker_pids(out: Path) -> list[int]:
     ]
 
 
+async def wait_for_workers(out: Path, count: int, run: RunProcess) -> list[int]:
+    """Wait until this many workers hold a journal; a busy machine starts one long after another.
+    Returns their processes."""
+    await wait_for(run, lambda: len(worker_pids(out)) == count)
+    return worker_pids(out)
+
+
 def sandbox_pids(out: Path) -> list[int]:
     """The outermost process of each sandbox of a run: its arguments contain the run id."""
     run_id = json.loads((out / "epochs" / "1.json").read_bytes())["run_id"].encode()
@@ -358,7 +369,7 @@ def leftover_processes(marks: Iterable[str], out: Path) -> list[str]:
     return found
 
 
-async def check_no_processes(marks: Iterable[str], out: Path, seconds: float = 5.0) -> None:
+async def check_no_processes(marks: Iterable[str], out: Path, seconds: float = END_S) -> None:
     """All processes of the run end within some seconds."""
     deadline = time.monotonic() + seconds
     while left := leftover_processes(marks, out):
@@ -366,7 +377,7 @@ async def check_no_processes(marks: Iterable[str], out: Path, seconds: float = 5
         await asyncio.sleep(0.1)
 
 
-async def check_processes_ended(pids: Iterable[int], seconds: float = 5.0) -> None:
+async def check_processes_ended(pids: Iterable[int], seconds: float = END_S) -> None:
     """These processes end within some seconds."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
@@ -375,7 +386,7 @@ async def check_processes_ended(pids: Iterable[int], seconds: float = 5.0) -> No
 
 
 class ParquetReader(threading.Thread):
-    """Reads every Parquet file of a run again and again, as a glob reader does.
+    """Reads every Parquet file of a run as soon as it appears or changes, as a glob reader does.
 
     Args:
         growing: rows that were there never go.
@@ -385,7 +396,7 @@ class ParquetReader(threading.Thread):
         super().__init__(daemon=True)
         self.out = out
         self._growing = growing
-        self.reads = 0
+        self._read: dict[tuple[Path, int, int, int], list[str]] = {}
         self.fault: str | None = None
         self._stopped = threading.Event()
 
@@ -395,15 +406,12 @@ class ParquetReader(threading.Thread):
             units: Counter[str] = Counter()
             for part in [*self.out.glob("*/part-*.parquet")]:
                 try:
-                    read = pq.read_table(part)
+                    units.update(self._units_of(part))
                 except FileNotFoundError:  # merged since it was listed
                     break
                 except (pa.ArrowInvalid, OSError) as error:
                     self.fault = f"{part}: {error}"
                     return
-                self.reads += 1
-                if part.parent.name == "trajectories":
-                    units.update(read["unit_id"].to_pylist())
             else:  # every file that was listed was read
                 if self._growing and not seen <= units.keys():
                     self.fault = "trajectories lack a unit that they contained"
@@ -412,6 +420,16 @@ class ParquetReader(threading.Thread):
             if any(n > 1 for n in units.values()):
                 self.fault = "trajectories contain a unit twice"
                 return
+
+    def _units_of(self, part: Path) -> list[str]:
+        """Read a file, unless it is still the one that was read before. The trajectories in it."""
+        stat = part.stat()
+        version = (part, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if version not in self._read:
+            rows = pq.read_table(part)
+            of_units = part.parent.name == "trajectories"
+            self._read[version] = rows["unit_id"].to_pylist() if of_units else []
+        return self._read[version]
 
     def check(self) -> None:
         """Stop, and fail when any file was not readable at any moment."""

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of machines (network and mount namespaces), some of which are lost."""
+"""Runs on a Ray cluster of machines (network and mount namespaces) that are cut off or lost."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 NAMESPACES = ("unshare", "-Urmnpu", "--fork", "--kill-child", "--mount-proc")
-TASKS = 120
+TASKS = 100
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +40,20 @@ def check_all_units_are_done(out: Path, report: dict[str, Any], units: int = TAS
     assert sorted(row["task_id"] for row in rows) == sorted(f"task-{n}" for n in range(units))
 
 
-def test_a_node_is_cut_off_and_another_loses_its_raylet(
-    folder: Path, played: dict[str, Any]
-) -> None:
+def test_a_node_is_cut_off_and_comes_back(folder: Path, played: dict[str, Any]) -> None:
     found = played["shared"]
     output = found["output"]
     assert found["exit_code"] == 0, output
     assert found["hosts"] == ["node1", "node2"], "the head has no CPUs, and other nodes are there"
-    assert found["workers"] >= 4, "each lost worker was replaced"
+    assert found["workers"] >= 3, "the lost worker was replaced"
     assert "travel through" not in output, "all nodes see the run directory"
     run = folder / "run"
     check_all_units_are_done(run, json.loads(output.splitlines()[-1]))
     rows, failures = kit.read_table(run, "trajectories"), kit.read_table(run, "failures")
     assert {row["cause"] for row in failures} == {"worker_lost"}
-    recorded = [call for row in (*rows, *failures) for call in row["calls"]]
-    assert len(recorded) == found["requests"], "each paid request is in one row"
+    every = Counter(call["call_id"] for row in (*rows, *failures) for call in row["calls"])
+    assert max(every.values()) == 1, "a call is in one row"
+    assert every.keys() >= {*found["requests"]}, "each paid request is in a row"
 
 
 def test_a_run_at_a_url_on_nodes_that_share_no_files_loses_its_driver_and_a_node(
@@ -66,7 +65,7 @@ def test_a_run_at_a_url_on_nodes_that_share_no_files_loses_its_driver_and_a_node
     events = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     notes = [event["text"] for event in events if event["event"] == "note"]
     travel = [text.split()[3] for text in notes if "travel through" in text]
-    assert {*travel} == {"node1", "node3"}
+    assert {*travel} == {"node1", "node2"}
     assert len(travel) == 4, "one line for each node, in each of two starts"
     (copy,) = (folder / "cache").glob("**/work/run/trajectories")
     check_all_units_are_done(copy.parent, next(e for e in events if e["event"] == "report"), APART)

@@ -1,6 +1,7 @@
 """Runs on a full disk, and with few open files: they raise the limit or name the fix."""
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import kit
 import pytest
 
-from hermes_rl.testing import FakeConfig, FakeServer
+from hermes_rl.testing import FakeServer
 
 IN_PROCESS = ("--workers", "0")
 ROLLOUTS = 60
@@ -75,15 +76,23 @@ def rows() -> list[dict[str, Any]]:
     return [kit.make_task(n, turns=1) for n in range(ROLLOUTS)]
 
 
-async def test_a_low_soft_limit_of_open_files_is_raised(
-    tmp_path: Path, rows: list[dict[str, Any]]
-) -> None:
-    """All rollouts are in their first call at once, each with a connection and a shell."""
-    async with FakeServer(FakeConfig(latency_s=0.5)) as server:
-        concurrency = ("--concurrency", str(ROLLOUTS))
-        arguments = kit.run_arguments(tmp_path, rows, server, *IN_PROCESS, *concurrency)
-        code, errors = await run_with_file_limit("-Sn 256", arguments)
-        assert server.peak_in_flight > ROLLOUTS // 2
+async def test_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path, server: FakeServer) -> None:
+    """The commands of all rollouts run at once, each in a shell of its own."""
+    arrived, gate = tmp_path / "arrived", tmp_path / "gate"
+    arrived.mkdir()
+    os.mkfifo(gate)
+    steps = [
+        json.dumps([{"run": f"touch {arrived}/{n}; cat {gate}"}, "ok"]) for n in range(ROLLOUTS)
+    ]
+    rows = [{"prompt": f"x\nSCRIPT: {step}"} for step in steps]
+    concurrency = ("--concurrency", str(ROLLOUTS))
+    arguments = kit.run_arguments(tmp_path, rows, server, *IN_PROCESS, *concurrency)
+    run = asyncio.create_task(run_with_file_limit("-Sn 256", arguments))
+    while len([*arrived.iterdir()]) < ROLLOUTS:
+        assert not run.done(), run.result()
+        await asyncio.sleep(0.05)
+    gate.open("w").close()
+    code, errors = await run
     assert code == 0, errors
     assert len(kit.final_rows(tmp_path / "run")) == ROLLOUTS
     assert kit.read_table(tmp_path / "run", "failures") == []

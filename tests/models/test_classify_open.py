@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import get_args
 
 import httpx2
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,6 +85,8 @@ REQUEST = httpx2.Request("POST", "http://127.0.0.1:1/v1/chat/completions")
 
 
 def of_sdk(status, form):
+    import openai  # late: half a second, which few processes need
+
     response = httpx2.Response(
         status, json=form, headers={"Retry-After": "3", "x-request-id": "r"}, request=REQUEST
     )
@@ -111,6 +112,17 @@ def test_response_in_an_exception_chain_is_classified():
     assert classify_exception(deeper) is None, "only five links are looked at"
 
 
+def from_sdk(kind, *causes):
+    """Of its exception with these causes: what makes it."""
+
+    def make():
+        import openai
+
+        return chained(getattr(openai, kind)(request=REQUEST), *causes)
+
+    return make
+
+
 CERTIFICATE = ssl.SSLCertVerificationError(
     1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
 )
@@ -119,15 +131,15 @@ CERTIFICATE = ssl.SSLCertVerificationError(
 @pytest.mark.parametrize(
     ("error", "kind", "reason"),
     [
-        (chained(openai.APIConnectionError(request=REQUEST), httpx2.ConnectError("x"), CERTIFICATE),
+        (from_sdk("APIConnectionError", httpx2.ConnectError("x"), CERTIFICATE),
          e.AuthError, "ssl_cert_verification"),
         (RuntimeError("SSL: CERTIFICATE_VERIFY_FAILED] unable to get local issuer certificate"),
          e.AuthError, "ssl_cert_verification"),
-        (chained(openai.APITimeoutError(request=REQUEST), httpx2.ReadTimeout("x")),
+        (from_sdk("APITimeoutError", httpx2.ReadTimeout("x")),
          e.ModelTimeout, "timeout"),
         (TimeoutError("slow"), e.ModelTimeout, "timeout"),
-        (chained(openai.APIConnectionError(request=REQUEST), httpx2.ConnectError("refused"),
-                 ConnectionRefusedError(111, "refused")), e.ConnectionLost, "timeout"),
+        (from_sdk("APIConnectionError", httpx2.ConnectError("refused"),
+                  ConnectionRefusedError(111, "refused")), e.ConnectionLost, "timeout"),
         (httpx2.RemoteProtocolError("Server disconnected without sending a response."),
          e.ConnectionLost, "timeout"),
         (ConnectionResetError(104, "reset"), e.ConnectionLost, "timeout"),
@@ -137,7 +149,7 @@ CERTIFICATE = ssl.SSLCertVerificationError(
     ],
 )  # fmt: skip
 def test_exceptions_are_classified(error, kind, reason):
-    found = classify_exception(error)
+    found = classify_exception(error() if callable(error) else error)
     assert (type(found), found.reason) == (kind, reason)
 
 

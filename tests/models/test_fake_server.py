@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 
-import openai
 import pytest
 
 from hermes_rl.errors import RateLimited
@@ -34,6 +33,8 @@ MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": PROM
 
 
 def official(server, **options):
+    import openai  # late: half a second, which few processes need
+
     return openai.AsyncOpenAI(
         base_url=server.base_url, api_key="k", **{"max_retries": 0, **options}
     )
@@ -68,6 +69,8 @@ async def test_answers_are_a_function_of_the_request():
 
 
 async def test_bad_requests_get_a_one_line_error():
+    import openai
+
     async with FakeServer() as server, official(server) as client:
         for messages in ([{"role": "user", "content": "SCRIPT: [oops]"}], "no list"):
             with pytest.raises(openai.BadRequestError):

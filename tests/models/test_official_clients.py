@@ -4,7 +4,6 @@ what we send, and our clients read what they read."""
 import json
 
 import msgspec
-import openai
 import pytest
 from wire_kit import SERVERS, decode, encode
 
@@ -33,6 +32,8 @@ def package_of(mode):
         import anthropic  # late: two seconds, which only this process needs
 
         return anthropic
+    import openai
+
     return openai
 
 
@@ -41,7 +42,7 @@ def official(mode, server, **options):
     if mode == "anthropic_messages":
         address = server.base_url.removesuffix("/v1")
         return package_of(mode).AsyncAnthropic(base_url=address, **options)
-    return openai.AsyncOpenAI(base_url=server.base_url, **options)
+    return package_of(mode).AsyncOpenAI(base_url=server.base_url, **options)
 
 
 async def ask(client, mode, messages, *, model="m", stream=False):

@@ -9,8 +9,6 @@ import msgspec
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from openai.types.responses import Response
-from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 from pydantic import TypeAdapter
 from wire_kit import SERVERS, decode, encode
 
@@ -245,6 +243,9 @@ def test_any_history_is_accepted(mode, data, cache):
 
 @lru_cache
 def official_body():
+    # late: half a second, which few processes need
+    from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
+
     return TypeAdapter(ResponseCreateParamsNonStreaming)
 
 
@@ -267,6 +268,8 @@ def test_official_package_validates_every_body(sent):
 @unshrunk
 @given(completions(RESPONSES))
 def test_official_package_validates_every_answer(sent):
+    from openai.types.responses import Response
+
     known = replace(sent, finish_reason="length") if sent.finish_reason == "abort" else sent
     body = SERVERS[RESPONSES].encode_answer(known, answer_id="resp_1")
     read = Response.model_validate_json(body, strict=True)

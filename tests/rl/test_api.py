@@ -228,6 +228,7 @@ class Clients:
                 status, body = self.api.send(request, **headers)
                 assert status == 200
                 return json.loads(body)
+            time.sleep(0.02)  # it is starting, and needs the CPU
 
     def produce(self, numbers: range, keyed: bool) -> None:
         for number in numbers:

@@ -129,7 +129,7 @@ async def run_with_kills(
         while True:
             if killer.kill_sleepers() and not engine.faults.rates:
                 engine.faults = FaultPlan(seed=3, rates=FAULTS)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
 
     place = {"base_url": engine.base_url, "tokens": "vllm"}
     run = make_config(

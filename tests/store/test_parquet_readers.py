@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import msgspec
-import polars as pl
 import pyarrow.parquet as pq
 import scripted_rows
 from hypothesis import HealthCheck, given, settings
@@ -77,10 +75,14 @@ def through_pandas(path: Path) -> list[tuple[Any, Any]]:
 
 
 def through_polars(path: Path) -> list[tuple[Any, Any]]:
+    import polars as pl  # late, like duckdb: they cost a second, which few processes need
+
     return parsed(pl.read_parquet(path).to_dicts())
 
 
 def through_duckdb(path: Path) -> list[tuple[Any, Any]]:
+    import duckdb
+
     return parsed(duckdb.sql(f"select messages, metadata from '{path}'").df().to_dict("records"))
 
 
@@ -169,6 +171,8 @@ def test_hard_json_through_all_readers(tmp_path: Path) -> None:
 
 def test_every_column_is_read_by_every_reader(tmp_path: Path) -> None:
     import datasets
+    import duckdb
+    import polars as pl
 
     part = Written(tmp_path, [{"a": 1}, {}], ["", "x"]).part
     names = pq.read_schema(part).names

@@ -9,9 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -47,6 +45,9 @@ def test_grains_have_the_rows_of_the_run(small: Run) -> None:
 
 
 def test_other_libraries_read_a_grain_of_many_runs(small: Run, large: Run) -> None:
+    import duckdb  # late, like the next: they cost a second, which few processes need
+    import polars as pl
+
     frames = evals.frames(small, large.path)
     wanted = {run.path.name: int(run.calls["output_tokens"].sum()) for run in (small, large)}
     calls = frames.calls.select("run", "output_tokens")

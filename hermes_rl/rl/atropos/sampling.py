@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import openai
 from pydantic import BaseModel
 
 from hermes_rl.errors import UserError
@@ -48,6 +47,8 @@ class Server:
     """One model server."""
 
     def __init__(self, config: APIServerConfig) -> None:
+        import openai  # half a second
+
         self.config = config
         self.in_flight = 0
         self._free = asyncio.Semaphore(config.num_max_requests_at_once)
