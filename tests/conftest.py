@@ -78,6 +78,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Group -> its files."""
 LONG = (
     *("ray", "podman", "docker", "ordinary user", "batch/test_cluster.py", "viewer"),
+    *("batch/test_object_store.py", "batch/test_joint.py", "rl/test_api.py", "rl/test_serve.py"),
+    *("rl/test_regrade.py", "rl/test_teardown.py", "tools/test_mcp.py"),
     *("sandboxes/test_modal.py", "environments/test_terminal_tasks.py", "sandboxes/test_ssh.py"),
     *("store/test_crash_points.py", "sandboxes/test_apptainer.py", "agent/test_finalisation.py"),
     *("local_model/test_server.py", "images/test_run_builds.py", "images/test_published_forms.py"),

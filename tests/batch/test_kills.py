@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 KILLED = -9
 IN_PROCESS = ("--workers", "0", "--concurrency", "4", "--set", "run.publish_every_s=0.05")
 RAY = ("--workers", "2", "--concurrency", "6", "--set", "run.publish_every_s=0.5")
-SAME = {**kit.make_task(1000, turns=1), "repeats": kit.REPEATS}
+SAME = {**kit.make_task(1000, turns=1), "repeats": 2}
 FEW = [SAME, kit.make_task(1, turns=1), SAME, kit.make_task(4, turns=1), SAME]
 MANY = kit.make_rows(12, latency_s=0.03)
 Rows = dict[str, dict[str, Any]]
@@ -75,7 +75,7 @@ async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Pa
 
     arguments = kit.run_arguments(out.parent, reversed(FEW), server, *IN_PROCESS)
     resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
-    assert len(few_rows) == kit.IDENTICAL * kit.REPEATS + 2
+    assert len(few_rows) == 3 * 2 + 2
     check_result(out, server, receipts, few_rows)
     assert not set(resumed.receipts()) & set(receipts)
     await kit.check_no_processes([], out)
