@@ -138,8 +138,8 @@ class Turned(pytest.Dir):
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
         found = [*super().collect()]
-        number, processes = os.environ["PYTEST_XDIST_WORKER"][2:], self.config.workerinput  # type: ignore[attr-defined]
-        first = len(found) * int(number) // int(processes["workercount"])
+        number, processes = (os.environ[f"PYTEST_XDIST_WORKER{end}"] for end in ("", "_COUNT"))
+        first = len(found) * int(number.removeprefix("gw")) // int(processes)
         return found[first:] + found[:first]
 
 
