@@ -236,8 +236,9 @@ async def address() -> AsyncIterator[str]:
 
 async def test_streamable_http(place: Place, address: str) -> None:
     header = {"Authorization": "Bearer ${KEY}"}
-    server = {"url": address, "headers": header, "timeout": 5}
-    await place.connect({"KEY": "named"}, web=server, all={**server, "shared": True})
+    server = {"url": address, "headers": header, "timeout": 60}
+    shared = {**server, "shared": True, "timeout": 5}
+    await place.connect({"KEY": "named"}, web=server, all=shared)
     assert not place.tools["mcp_web_add"].needs_sandbox
     assert await place("mcp_web_add", a=1, b=2) == "3"
     with pytest.raises(ToolError, match="no answer within 5 s"):
