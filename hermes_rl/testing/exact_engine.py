@@ -94,6 +94,8 @@ class ExactConfig:
     """Further tokens that it stops at, if the vocabulary has them."""
     end_logit: float = END_LOGIT
     """Of the end token in free answers: lower means longer ones."""
+    whole_characters: bool = False
+    """Free answers have no token with a part of a character."""
     header: str = "<|im_start|>assistant\n"
     """The text that opens an assistant turn in a prompt."""
     seed: int = 0
@@ -118,6 +120,8 @@ class ExactConfig:
     """Further duration per token."""
     stream_form: StreamForm = "cumulative"
     """What the events of SGLang's streams repeat."""
+    close_every: float | None = None
+    """Connections are closed within answers, after this number of tokens on average."""
     close_anywhere: bool = False
     """A closed stream ends after any of its bytes; every other one as if it were complete."""
     refuse_paused: bool = False
@@ -150,7 +154,9 @@ class ExactEngine(Server):
         end = added[config.end]
         self._ends = frozenset((end, *(added[text] for text in config.ends if text in added)))
         self._answers = AnswerTokenizer(self.vocabulary, end, config.split)
-        self._policy = Policy(self.vocabulary, config.seed, end, config.end_logit)
+        self._policy = Policy(
+            self.vocabulary, config.seed, end, config.end_logit, whole=config.whole_characters
+        )
         self._prompt_counts: Counter[bytes] = Counter()
         self._cached: set[bytes] = set()
         self._remainders: dict[bytes, list[tuple[Sampled | None, float]]] = {}
@@ -237,11 +243,14 @@ class ExactEngine(Server):
         self, generation: Generation[_Job], tokens: int, how: Literal["complete", "abort", "close"]
     ) -> None:
         """Send an answer with its tokens so far."""
-        what, versions = generation.what, tuple(generation.spans)
-        answer, job = (
-            replace(what.answer, versions=versions, version=self._named_version()),
-            what.job,
-        )
+        what, every = generation.what, self.config.close_every
+        if every and how == "complete":
+            chance = Random(f"{self.config.seed} {what.job.n} close")
+            if (most := int(chance.expovariate(1 / every))) < tokens:
+                how, tokens = "close", most
+        versions = tuple((v, min(end, tokens)) for v, end in generation.spans)
+        answer = replace(what.answer, versions=versions, version=self._named_version())
+        job = what.job
         if how != "complete":
             whole = answer.sampled
             key = _key((*answer.prompt, *whole.ids[:tokens]))
@@ -398,7 +407,7 @@ class ExactEngine(Server):
         body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
         sent, clean = {**headers, "content-type": "text/event-stream"}, False
         if whole:
-            body += b"data: [DONE]\n\n"
+            body += b"" if wire.name == "llamacpp" else b"data: [DONE]\n\n"
         elif self.config.close_anywhere:
             random = Random(f"{self.config.seed} {answer.request_id}")
             body, clean = body[: random.randint(0, len(body))], random.random() < 0.5
@@ -509,6 +518,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat-ids", choices=("vllm", "sglang", "none"), default="vllm")
     parser.add_argument("--window", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--version", help="of the weights")
+    parser.add_argument("--route", dest="routes", help="the only one that it serves")
+    parser.add_argument("--whole-characters", action="store_true", help="sample no parts of them")
+    parser.add_argument("--close-every", type=float, help="tokens, until a connection is closed")
     parser.add_argument("--token-s", type=float, default=0.0, help="seconds of each token")
     return parser
 
@@ -520,6 +532,7 @@ def main() -> None:
     arguments |= {
         "faults": plan_from_json(arguments["faults"]),
         "latency_s": arguments.pop("latency"),
+        "routes": frozenset((arguments["routes"],)) if arguments["routes"] else frozenset(WIRES),
     }
     engine = ExactEngine(ExactConfig(**arguments), chat=chat_of(arguments["tokenizer"]))
     asyncio.run(serve(engine, until_eof=until_eof))

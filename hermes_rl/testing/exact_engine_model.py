@@ -169,12 +169,17 @@ class Policy:
         seed: each seed is another model.
         end_id: the end token of free answers.
         end_logit: its logit.
+        whole: no token has a part of a character.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, seed: int, end_id: int, end_logit: float = END_LOGIT
-    ) -> None:
+        self, vocabulary: Vocabulary, seed: int, end_id: int, end_logit: float = END_LOGIT,
+        *, whole: bool = False,
+    ) -> None:  # fmt: skip
         self._ordinary, self._end, self._end_logit = vocabulary.ordinary, end_id, end_logit
+        if whole:
+            texts = ((token, vocabulary.text([token])) for token in self._ordinary)
+            self._ordinary = tuple(token for token, text in texts if "\ufffd" not in text)
         self._key = struct.pack("<q", seed)
 
     def start(self, prompt: Sequence[int]) -> bytes:

@@ -12,6 +12,7 @@ November 2026.
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,7 +122,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             after_sampling=bool(form.get(self.after_sampling)),
             messages=tuple(messages or ()),
             tools=tuple(form.get("tools") or ()),
-            stream=bool(form.get("stream")) and self.name in ("vllm", "sglang"),
+            stream=bool(form.get("stream")) and self.name != CHAT,
             interval=int(form.get("stream_interval") or 1),
         )
 
@@ -148,6 +149,9 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         if self.name == "sglang":
             yield from self._sglang_events(answer, form, whole=whole)
+            return
+        if self.name == "llamacpp":
+            yield from self._llamacpp_events(answer, whole=whole)
             return
         for n in range(len(answer.sampled.ids)):
             yield self._event(answer, n, n + 1)
@@ -189,6 +193,22 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 meta["output_token_logprobs"] = meta["output_token_logprobs"][sent:]
             sent = n
             yield event
+
+    def _llamacpp_events(self, answer: EngineAnswer, *, whole: bool) -> Iterator[Json]:
+        """Yield an event per token. One that ends within a character has none, and so is lost."""
+        text, sampled = getincrementaldecoder("utf-8")("replace"), answer.sampled
+        for n, token in enumerate(sampled.ids, 1):
+            text.decode(answer.vocabulary.bytes_of(token))
+            if text.getstate()[0]:
+                continue
+            event = self.write(replace(answer, sampled=sampled.part(n - 1, n)))
+            for name in ("stop_type", "truncated", "timings", "model"):
+                del event[name]
+            yield event | {"stop": False, "tokens_predicted": n}
+        if whole:
+            last = self.write(answer) | {"content": "", "tokens": []}
+            last.pop("completion_probabilities", None)
+            yield last
 
     def write(self, answer: EngineAnswer) -> Json:
         """Return the body of an answer."""

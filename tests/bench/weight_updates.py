@@ -5,8 +5,9 @@
 Prints JSON lines: answers per minute without aborts and with one every 2 s and every 0.8 s (64
 agents, answers of 1 s); whether the lengths of accepted answers are those that the engine drew (a
 two-sample Kolmogorov-Smirnov test over answers whose duration grows with their length); whether
-every token that was sampled is in `segments` once with its logprob and version; and how long a run
-takes to end after SIGTERM.
+every token that was sampled is in `segments` once with its logprob and version; whether the lengths
+are right where connections are closed, for each engine; and how long a run takes to end after
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -102,14 +103,19 @@ def finished(truth: Sequence[Truth]) -> int:
 
 
 async def roll(
-    folder: Path, every_s: float | None, seconds: float, *engine: str, answers: int | None = None
+    folder: Path,
+    every_s: float | None,
+    seconds: float,
+    *engine: str,
+    answers: int | None = None,
+    tokens: str = "vllm",
 ) -> dict[str, Any]:
     """Roll out for some seconds from the first group, or until there are enough answers."""
     write_tiny_tokenizer(folder / "tokenizer")
     (folder / "numbers.py").write_text(ENV)
     log = folder / "truth.jsonl"
     async with engine_at(folder, *engine) as url, aborts(url, every_s):
-        policy = Policy(model="toy", base_url=url, tokens="vllm", tokenizer=folder / "tokenizer")
+        policy = Policy(model="toy", base_url=url, tokens=tokens, tokenizer=folder / "tokenizer")
         stream = rollouts(
             str(folder / "numbers.py"), policy, out=folder / "run", group_size=4, concurrency=64,
             ahead=1000, config=CONFIG,
@@ -189,7 +195,13 @@ def lengths_of(groups: Sequence[Any], truth: Sequence[Truth]) -> dict[str, Any]:
     accepted = [sum(s.n_sampled for s in m.segments) for g in groups for m in g.members]
     rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
     calls = {call["call_id"] for row in rows for call in row["calls"]}
-    drawn = [one.drawn for one in truth if one.call_id in calls and one.drawn]
+    firsts = (s for g in groups for m in g.members for s in m.segments)
+    prompts = {tuple(s.input_ids[: s.call_starts[0]]) for s in firsts}
+    drawn = [
+        one.drawn
+        for one in truth
+        if one.call_id in calls and one.drawn and one.prompt_ids in prompts
+    ]
     distance, p = ks(accepted, drawn)
     means = [round(sum(x) / len(x), 2) for x in (accepted, drawn)]
     return {"accepted": len(accepted), "drawn": len(drawn), "means": means,
@@ -229,6 +241,23 @@ async def drain(folder: Path) -> float:
     return spent
 
 
+CLOSED = (
+    *(("vllm", "/v1/completions"), ("vllm", "/inference/v1/generate")),
+    *(("sglang", "/generate"), ("llamacpp", "/completion")),
+)
+"""Ways to get ids, and the engine's only route."""
+
+
+async def closes(answers: int) -> None:
+    """Compare the lengths of answers whose connections are closed after 20 tokens on average."""
+    for tokens, route in CLOSED:
+        options = ("--route", route, "--close-every", "20", "--whole-characters")
+        with tempfile.TemporaryDirectory() as folder:
+            result = await roll(Path(folder), None, 900.0, *options, answers=answers, tokens=tokens)
+        line = lengths_of(result["taken"], result["truth"])
+        print(json.dumps({"closed": route} | line), flush=True)
+
+
 async def main(seconds: float, answers: int) -> None:
     base = 0
     for every_s in (None, 2.0, 0.8):
@@ -242,6 +271,7 @@ async def main(seconds: float, answers: int) -> None:
         result = await roll(Path(folder), 2.0, 900.0, "--token-s", "0.04", answers=answers)
     taken, truth = result["taken"], result["truth"]
     print(json.dumps(lengths_of(taken, truth) | faults_of(taken, truth)), flush=True)
+    await closes(answers)
     with tempfile.TemporaryDirectory() as folder:
         await drain(Path(folder))
 

@@ -34,7 +34,7 @@ from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.prepare import prepare_request
 from hermes_rl.models.tokens.bridge import History
-from hermes_rl.models.tokens.engines import PENALTIES, ROUTES, TokenWire
+from hermes_rl.models.tokens.engines import PENALTIES, ROUTES, IdsLeftOut, TokenWire
 from hermes_rl.models.tokens.logprobs import classify_call_logprobs
 from hermes_rl.models.tokens.parsers import ToolCallParser, find_parser
 from hermes_rl.models.tokens.plan import TokenPlan, with_explicit_filters
@@ -125,6 +125,8 @@ class TokenState:
         self._calls: list[_Call] = []
         self._last: tuple[Sequence[Message], Tools, int, Prompt] | None = None
         self._answered = 0
+        self.streams = True
+        """The next answer may be streamed: the stream of the last one left out no ids."""
 
     def prompt(self, renderer: Renderer, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """Return the prompt of the conversation as it is now.
@@ -154,7 +156,7 @@ class TokenState:
         """
         history = History(messages=tuple(messages), prompt_ids=prompt.ids, answer=answer)
         self._calls.append(_Call(history, sampled, tools, prompt))
-        self._answered += 1
+        self._answered, self.streams = self._answered + 1, True
         length = len(history.messages)
         beside = [call for call in self._calls if len(call.history.messages) == length]
         if len(self._calls) > KEPT:
@@ -368,13 +370,14 @@ class TokenClient(_ExactClient):
                     sampling=sampling,
                     extra=extra,
                     logprobs=True,
-                    stream=self._streams,
+                    stream=self._streams and pending.state.streams,
                     on_delta=None,
                 )
             )
         except ModelError as error:  # so that the next one that breaks off can continue
             lost = isinstance(error, ConnectionLost | ModelTimeout) and error.served
             self._streams |= lost or error.status in _GATEWAY_LOST
+            pending.state.streams &= not isinstance(error, IdsLeftOut)
             raise
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from hermes_rl.errors import ProtocolError
+from hermes_rl.errors import ModelAborted, ProtocolError
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.base import Completion, ModelRequest, Sampling, TokenCapture
 from hermes_rl.models.tokens.logprobs import LOWEST
@@ -79,12 +79,14 @@ class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The part of a body that is the same in every request."""
     with_logprobs: Json
     """What requests logprobs."""
-    streamed: Json | None = None
-    """What requests a stream, each event of which has the form of an answer; None for a route that
-    is not streamed."""
-    pieces: tuple[str, ...] = ()
+    streamed: Json
+    """What requests a stream, each event of which has the form of an answer."""
+    pieces: tuple[str, ...]
     """The places of a stream's lists, that of the token ids last. An event has their next elements,
     or repeats them from the beginning."""
+    longest_stream: int | None = None
+    """Most tokens of a stream; a longer answer takes several. An event whose lists repeat the
+    answer so far has bytes in proportion to its length, and there is one for each token."""
     likely_count: str
     """The place of the number of likeliest tokens that are requested for each position."""
     unlimited: int | None = None
@@ -94,7 +96,8 @@ class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seeds: int | None = None
     """Number of different seeds; None is unlimited."""
     gaps: bool = False
-    """Some tokens may have no logprob; an answer with such a token has none."""
+    """Some tokens may have no logprob; an answer with such a token has none. Streams leave these
+    tokens out."""
     read: dict[str, str]
     """Value of an answer -> its place. `required`: an object without which nothing can be checked.
     `named`: the ids that the logprobs belong to. `matched`: the end token at which it stopped,
@@ -138,13 +141,13 @@ class TokenWire:
         _merge(form, route.fixed)
         if request.logprobs:
             _merge(form, route.with_logprobs)
-        if request.stream and route.streamed is not None:
+        if request.stream:
             _merge(form, route.streamed)
         params = form[route.params] if route.params else form
         params |= sampling_of(sampling)
         if params["top_k"] < 0:
             params["top_k"] = route.all_tokens
-        most, seed = sampling.max_tokens, sampling.seed
+        most, seed = self._cap(request) or sampling.max_tokens, sampling.seed
         values = {
             "model": request.model,
             "call_id": request.call_id,
@@ -159,6 +162,12 @@ class TokenWire:
                 _put(form, place, values[name])
         params |= request.extra
         return form
+
+    def _cap(self, request: ModelRequest) -> int | None:
+        """Return the tokens that are requested at first of an answer that may be longer."""
+        longest, most = self._route.longest_stream, request.sampling.max_tokens
+        capped = request.stream and longest is not None and (most is None or most > longest)
+        return longest if capped else None
 
     def ask_likely(self, form: Json, most: int) -> None:
         """Change a body so that it also requests the likeliest tokens of each position."""
@@ -190,21 +199,21 @@ class TokenWire:
 
     def decoder(self, request: ModelRequest, head: ReplyHead) -> Decoder:
         """Return the decoder of an answer."""
-        prompt = request.prompt_ids or ()
 
         def read(data: bytes, context: AnswerContext) -> Completion:
-            return self._completion(context.parse(msgspec.json.decode, data), context, prompt)
+            return self._completion(context.parse(msgspec.json.decode, data), context, request)
 
         context = AnswerContext(head, self._secrets)
         if "event-stream" in head.headers.get("content-type", ""):
-            read_whole = partial(self._completion, context=context, prompt=prompt)
+            read_whole = partial(self._completion, context=context, request=request)
             return _TokenStream(context, self._route, read_whole)
         return BodyDecoder(context, read)
 
     def _pick(self, form: Any, name: str) -> Any:
         return pick(form, self._route.read.get(name, ""))
 
-    def _completion(self, form: Any, context: AnswerContext, prompt: tuple[int, ...]) -> Completion:
+    def _completion(self, form: Any, context: AnswerContext, request: ModelRequest) -> Completion:
+        prompt = request.prompt_ids or ()
         if isinstance(form, dict) and form.get("error"):
             raise context.error_in_answer(form["error"])
         usage, raw = self._usage(form)
@@ -222,6 +231,8 @@ class TokenWire:
         finish = self._pick(form, "finish")
         if self._route.finish is not None:
             finish = self._route.finish.get(str(finish))
+        if finish == "length" and len(ids) == self._cap(request):
+            finish = "abort"
         return context.completion(
             envelope,
             AssistantMessage(),
@@ -291,6 +302,10 @@ class TokenWire:
         return tuple(min(0.0, float(v)) for v in values)
 
 
+class IdsLeftOut(ModelAborted):
+    """The stream of an answer left out some of its ids."""
+
+
 class _TokenStream(EventDecoder):
     """A streamed answer. One that breaks off has the tokens so far, and the finish reason `abort`.
 
@@ -346,7 +361,7 @@ class _TokenStream(EventDecoder):
                 new = pick(event, place)
                 new = new if isinstance(new, list) else []
                 _put(self._form, place, self._joined(earlier, new, total))
-        self._version = pick(event, read["version"])
+        self._version = pick(event, read.get("version", ""))
 
     def _joined(self, earlier: list[Any], new: list[Any], total: int | None) -> list[Any]:
         """Return a list with the elements of an event. SGLang's events repeat all lists, none
@@ -373,6 +388,12 @@ class _TokenStream(EventDecoder):
         raise self._context.truncated_error()
 
     def _whole(self) -> Completion:
+        if self._route.gaps:
+            total = count_of(pick(self._form, self._route.counts["output_tokens"])) or 0
+            ids = pick(self._form, self._route.pieces[-1])
+            left_out = total - len(ids if isinstance(ids, list) else ())
+            if left_out > 0:
+                raise IdsLeftOut(f"the stream left out {left_out} of {total} ids", served=True)
         answer = self._read(self._form)
         if answer.tokens and answer.tokens.versions:
             return answer

@@ -233,6 +233,34 @@ def test_a_stream_that_ends_within_an_event_as_if_it_were_complete_is_cut_off():
     assert (answer.tokens.completion_ids, answer.finish_reason) == ((7,), "abort")
 
 
+def llamacpp_events(*sent: int, of: int, end: bool = True) -> list[dict]:
+    """A stream of llama.cpp: the numbers of the tokens that have an event, of so many."""
+    made = [
+        {
+            "tokens": [n],
+            "stop": False,
+            "tokens_predicted": n,
+            "tokens_evaluated": 3,
+            "completion_probabilities": [{"id": n, "prob": 0.5, "top_probs": []}],
+        }
+        for n in sent
+    ]
+    last = {"tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": of}
+    return [*made, last] if end else made
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_a_stream_of_llamacpp_that_leaves_out_ids_is_no_answer(end):
+    answer = events("llamacpp", *llamacpp_events(1, 2, of=2, end=end), cut=None, end=False)
+    assert answer.tokens.completion_ids == (1, 2)
+    assert answer.finish_reason == ("length" if end else "abort")
+    with pytest.raises(ModelAborted, match="the stream left out 1 of 3 ids"):
+        events("llamacpp", *llamacpp_events(1, 3, of=3, end=end), end=False)
+    if end:  # the last token has no event
+        with pytest.raises(ModelAborted, match="the stream left out 1 of 2 ids"):
+            events("llamacpp", *llamacpp_events(1, of=2), end=False)
+
+
 def test_a_refusal_in_a_stream_is_one():
     refused = {"type": "abort", "message": "top_k is odd", "status_code": 400}
     with pytest.raises(BadRequest, match="top_k is odd"):
