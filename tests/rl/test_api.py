@@ -75,6 +75,8 @@ def test_batches_come_one_per_request_in_the_order_of_the_queue(api: Api) -> Non
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"masks": [[1, 1]]}, "masks has 1 entries, tokens 2"),
     ({"masks": [[1], [1, 1]]}, "masks[0] has 1 values, its tokens 2"),
+    ({"tokens": [[-1], [1, 2]]}, "tokens[0] has ids below 0"),
+    ({"tokens": [[1], [1, 1 << 31]]}, "tokens[1] has ids below 0 or of more than 31 bits"),
     ({"scores": [1.0]}, "scores has 1 entries"),
     ({"advantages": [[1.0], [1.0, 2.0]]}, "advantages[0] has 1 values"),
     ({"inference_logprobs": [[1.0, 1.0]]}, "inference_logprobs has 1 entries"),

@@ -7,7 +7,10 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,3 +371,40 @@ def test_normalised_scores_of_rescaled_groups_are_the_advantages(
         assert len(scores) == size
         for index, value in zip(taken, normalised(scores), strict=False):
             assert value == pytest.approx(values[index], abs=1e-6)
+
+
+async def test_an_api_that_answers_nonsense_is_asked_again_and_one_that_refuses_a_token_named(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = iter(
+        [
+            (200, b"<html>Welcome</html>", "0"),
+            (200, b"[]", "0"),
+            (503, b"busy", "\u00b2"),
+            (401, b"no", "0"),
+        ]
+    )
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, body, after = next(replies)
+            self.send_response(status)
+            self.send_header("Retry-After", after)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    monkeypatch.setenv("TOKEN", "old")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        api: Any = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}")
+        async with engine_at(lab, "chatml") as engine:
+            process = await serve(lab, engine, api, "--api-token-env", "TOKEN", "--limit", "1")
+            _, errors = await finish(process)
+        server.shutdown()
+    assert process.returncode == 2
+    assert "401. It refuses the token (--api-token-env)" in errors
+    assert next(replies, None) is None

@@ -121,6 +121,12 @@ class ScoredData(BaseModel):
         except (ValueError, RecursionError) as error:
             raise Refusal(422, f"not valid JSON: {error}") from error
 
+    def check_ids(self) -> None:
+        """Raises: Refusal for tokens that cannot be ids."""
+        for index, ids in enumerate(self.tokens):
+            if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
+                raise Refusal(422, f"tokens[{index}] has ids below 0 or of more than 31 bits")
+
     def check_lengths(self) -> None:
         """Raises: Refusal unless all lists fit to the tokens. An empty list is an absent one, as
         the environments of Atropos send it."""
@@ -386,6 +392,7 @@ class Routes:
         def work() -> Sent:
             if not self.queue.exact:
                 for group in data:
+                    group.check_ids()
                     group.check_lengths()
             return self.queue.submit([d.to_group() for d in data], single=single, key=key)
 

@@ -33,6 +33,8 @@ POLL_S = 1.0
 """Between two requests for the status."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 """Between two attempts at an API that does not answer."""
+LONGEST_HINT_S = 60.0
+"""Longest Retry-After to obey."""
 
 
 @dataclass(frozen=True)
@@ -217,17 +219,17 @@ class ApiClient:
                 reply = self._session.request(method, self._url + path, data=data, headers=headers)
                 async with reply as answer:
                     text = await answer.text()
-                    if answer.status == 200:
-                        found: dict[str, Any] = json.loads(text)
+                    if answer.status == 200 and isinstance(found := json.loads(text), dict):
                         return found
                     status, after = answer.status, answer.headers.get("Retry-After", "")
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 status, after, text = 0, "", str(error) or type(error).__name__
             self._check(path, status, text)
             if not reported and status != 503:
                 self._notify(f"{self._shown}: {text[:200].strip()}; trying again until it answers")
                 reported = True
-            await asyncio.sleep(float(after) if after.isdigit() else wait)
+            hint = min(float(after), LONGEST_HINT_S) if after.isdecimal() else wait
+            await asyncio.sleep(hint)
             wait = min(2 * wait, LONGEST_WAIT_S)
 
     def _check(self, path: str, status: int, text: str) -> None:
@@ -239,7 +241,8 @@ class ApiClient:
         if status == 422 and path.startswith("/scored_data") and "Idempotency-Key was used" in text:
             raise _Arrived
         if status in (401, 403):
-            raise UserError(f"{self._shown}: {status}. Name its token with --api-token-env")
+            refused = "It refuses the token" if self.options.token else "Name its token"
+            raise UserError(f"{self._shown}: {status}. {refused} (--api-token-env)")
         if 400 <= status < 500 and status not in (408, 429):
             raise UserError(f"{self._shown}{path}: {status} {text[:500].strip()}")
 
