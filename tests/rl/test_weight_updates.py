@@ -231,7 +231,8 @@ async def test_a_version_of_a_whole_answer_is_null_where_weights_may_have_change
     lab.write(TALK.replace(">= 2", ">= 1"))  # a chat template may fork within an earlier answer
     async with make_engine(lab, token_s=0.03, version_by="answer") as engine:
         policy = policy_at(engine, lab, tokens)
-        async with open_stream(lab, policy, limit=6) as stream:
+        # At the last update, some rollouts have not begun.
+        async with open_stream(lab, policy, limit=6, concurrency=8) as stream:
             async with updates(engine, 0.4, "keep"):
                 groups = [await anext(stream) for _ in range(3)]
             groups += [group async for group in stream]
