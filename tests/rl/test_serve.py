@@ -373,7 +373,7 @@ def test_normalised_scores_of_rescaled_groups_are_the_advantages(
             assert value == pytest.approx(values[index], abs=1e-6)
 
 
-async def test_an_api_that_answers_nonsense_is_asked_again_and_one_that_refuses_a_token_named(
+async def test_an_api_that_answers_nonsense_is_tried_again_and_a_refused_token_is_named(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replies = iter(
