@@ -62,16 +62,23 @@ def _folded(text: str, ignore_case: bool) -> str:
 
 
 def _occurs(target: str, text: str) -> bool:
-    before = r"(?<!\w)" if target[:1].isalnum() else ""
-    after = r"(?!\w)" if target[-1:].isalnum() else ""
+    # 42 is neither in 142 nor in 4.42 or 42.5.
+    before = r"(?<!\w)" + r"(?<!\d\.)" * target[:1].isdigit() if target[:1].isalnum() else ""
+    after = r"(?!\w)" + r"(?!\.\d)" * target[-1:].isdigit() if target[-1:].isalnum() else ""
     return re.search(before + re.escape(target) + after, text) is not None
 
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_HASHES = re.compile(r"####[ \t]*+([^\n]+)")
+_HASHES = re.compile(r"####[ \t]*+(?=\S)")
+_ANSWER_IS = r"\banswer\**+[ \t]*+(?:is|:|=|\uff1a)(?!\w)[ \t]*+:?\**+[ \t]*+"
+_THEREFORE = r"(?:(?:so|thus|hence|therefore|the|my|our|final|correct)\b,?[ \t*]*+)*+"
 _STATED = re.compile(
-    r"\banswer\**+[ \t]*+(?:is|:|=|\uff1a)(?!\w)[ \t]*+:?\**+[ \t]*+(\S[^\n]{0,300})", re.IGNORECASE
+    rf"{_ANSWER_IS}(?:{_THEREFORE}{_ANSWER_IS})*+"
+    r"(?:\n\s*+(?=\S{1,30}[ \t]*+$))?(?=\S)",
+    re.IGNORECASE | re.MULTILINE,
 )
+"""What follows in the line, or one word in the next line."""
+_STATED_CHARS = 300
 
 
 def commitments(answer: str) -> list[str]:
@@ -80,8 +87,12 @@ def commitments(answer: str) -> list[str]:
     if boxed := list(_boxed_contents(text)):
         return boxed
     for mark in (_HASHES, _STATED):
-        if found := [match[1].strip() for match in mark.finditer(text)]:
-            return found
+        if found := list(mark.finditer(text)):
+            ends = [*(match.start() for match in found[1:]), len(text)]
+            lines = [
+                text[m.end() : end].split("\n", 1)[0] for m, end in zip(found, ends, strict=True)
+            ]
+            return [line[:_STATED_CHARS].strip() for line in lines]
     return []
 
 
@@ -120,8 +131,13 @@ _POWER_OF_TEN = re.compile(
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
-    rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)[ \t-]*+({'|'.join(_SCALES)})(?![\w])", re.IGNORECASE
+    rf"(?<![\w./,])(\d[\d,]*(?:\.\d+)?)(?:[ \t-]*+({'|'.join(_SCALES)})|(?-i:k))(?![\w])",
+    re.IGNORECASE,
 )
+_SPACED = re.compile(
+    r"(?<![\w.,])(\d{1,3}(?:(?:[ \u00a0\u2009\u202f'\u2019_]|\{,\}|\\ )\d{3})+)(?![\w,-])"
+)
+"""`42 000`, with any of the characters that separate thousands."""
 _SCALED_FRACTION = re.compile(
     rf"(?<![\w./,])(?:(\d{{1,9}})[ \t]+)?(\d{{1,9}})/(\d{{1,9}})[ \t-]+({'|'.join(_SCALES)})(?!\w)",
     re.IGNORECASE,
@@ -129,13 +145,15 @@ _SCALED_FRACTION = re.compile(
 _ROOT_OR_POWER = re.compile(r"\\(?:sqrt|pi|pm)(?![A-Za-z])|[\u221a\u03c0^\u00b1]")
 _END = r"(?=[ \t]*(?:[.)\]}$*!?]*\s*\Z|[,;&|]|(?i:and|or)\b))"
 _ALSO_NUMBER = re.compile(
-    rf"[ \t]*+(?:(?:,[ \t]*)?(?i:or|to)\b[ \t]*\\?({_NUMBER})"
+    rf"[ \t]*+\(?(?:(?:,[ \t]*)?(?i:or|to|through)\b[ \t]*\\?({_NUMBER})"
     rf"|(?:[,;&|]|(?:,[ \t]*)?(?i:and)\b)[ \t]*\\?({_NUMBER}){_END})"
 )
 """Another number of a list such as `42 or 43`, from which the scorer must not choose."""
+_DENIED = re.compile(r"(?i:\A(?:is[ \t]+)?not\b)|=[^=]*\bor\b[^=]*=")
+"""`not 42`, and `x = 41 or x = 42`."""
 _GOES_ON = re.compile(
     r"[ \t]*+(?:\\(?:sqrt|pi|times|cdot|div|pm)(?![A-Za-z])|[\u221a\u03c0\u00d7\u00f7]"
-    r"|\^(?!\s*+\{?\s*+\\circ)|[-+*\u2212][ \t]*[\d\\]"
+    r"|\^(?!\s*+\{?\s*+\\circ)|[-+*\u2212\u2013][ \t]*[\d\\]|[\u00b2\u00b3]"
     rf"|(?i:{'|'.join(_SCALES)})(?!\w))"
 )
 
@@ -155,7 +173,9 @@ def _scaled_fraction(found: re.Match[str]) -> str:
 
 def _plain(text: str) -> str:
     text = _SCALED_FRACTION.sub(_scaled_fraction, text)
-    text = _SCALED.sub(lambda found: f"{found[1]}e{_SCALES[found[2].lower()]}", text)
+    text = _SCALED.sub(
+        lambda found: f"{found[1]}e{_SCALES[(found[2] or 'thousand').lower()]}", text
+    )
     text = _LATEX_FRACTION.sub(r" \1\2/\3 ", text).replace("\\$", "$").replace("\\,", "")
     return _POWER_OF_TEN.sub(lambda found: "e" + found[1].replace("\u2212", "-"), text)
 
@@ -208,6 +228,9 @@ def _stated_number(text: str) -> Fraction | None:
     None for a larger expression, such as `2\\sqrt{3}`: its first number is not its value.
     """
     sentence = re.split(r"(?<=\S)\.\s|;(?!\s*[-+$\\.\d])", text)[0]
+    if _DENIED.search(sentence):
+        return None
+    sentence = _SPACED.sub(lambda found: re.sub(r"\D", "", found[1]), sentence)
     plain = _plain(sentence.rpartition("=")[2]).strip()
     if plain[:1] in ("-", "\u2212", "\u2013"):
         plain = f"-{plain[1:].lstrip()}"

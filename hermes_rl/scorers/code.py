@@ -19,7 +19,7 @@ from hermes_rl.scorers.answers import MAX_CHARS
 
 DEFAULT_TIMEOUT_S = 30.0
 
-_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
+_FENCE = re.compile(r"[ \t]*(`{3,})[ \t]*(\w*)")
 _PYTHON = ("", "python", "py", "python3")
 _PROGRAM = Path(__file__).with_name("code_box.py")
 
@@ -36,7 +36,7 @@ def extract_code(answer: str, functions: tuple[str, ...] = ()) -> str | None:
 
     None when none of it is Python that defines them.
     """
-    blocks = [text for tag, text in _fenced(answer) if tag in _PYTHON]
+    blocks = [text for tag, text in fenced(answer) if tag in _PYTHON]
     for text in reversed(blocks or [answer]):
         defined = _defined(text)
         if defined is not None and defined.issuperset(functions) and (blocks or defined):
@@ -44,16 +44,16 @@ def extract_code(answer: str, functions: tuple[str, ...] = ()) -> str | None:
     return None
 
 
-def _fenced(answer: str) -> Iterator[tuple[str, str]]:
+def fenced(answer: str) -> Iterator[tuple[str, str]]:
     """Tag and text of each fenced block, in linear time."""
-    tag, lines = None, list[str]()
+    fence, tag, lines = None, "", list[str]()
     for line in answer.split("\n"):
-        if tag is None:
+        if fence is None:
             if opened := _FENCE.match(line):
-                tag, lines = opened[1].lower(), []
-        elif line.strip() == "```":
+                fence, tag, lines = opened[1], opened[2].lower(), []
+        elif line.strip() == fence:
             yield tag, "".join(f"{one}\n" for one in lines)
-            tag = None
+            fence = None
         else:
             lines.append(line)
 

@@ -74,11 +74,44 @@ def _run(scope: dict[str, Any], **sources: str) -> None:
         exec(compile(source, name, "exec", dont_inherit=True), scope)
 
 
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_READ_FILE, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1 << 2, 1, 38
+
+
+def hide_tests() -> None:
+    """Take the tests from this process for good: their file, and the memory of those who read it.
+
+    By Landlock (Linux 5.13), which also forbids to trace processes outside. Elsewhere, and where
+    the folder is no sandbox's `/verify`, nothing is hidden.
+    """
+    try:
+        import ctypes
+    except ImportError:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    handled = ctypes.c_uint64(_READ_FILE)
+    rules = libc.syscall(_CREATE_RULESET, ctypes.byref(handled), 8, 0)
+    if os.path.dirname(FOLDER) != "/" or rules < 0:
+        return
+    for name in set(os.listdir("/")) - {os.path.basename(FOLDER)}:
+        try:
+            opened = os.open("/" + name, os.O_PATH)
+        except OSError:
+            continue
+        rule = _READ_FILE.to_bytes(8, sys.byteorder) + opened.to_bytes(4, sys.byteorder)
+        libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, rule, 0)
+        os.close(opened)
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    libc.syscall(_RESTRICT_SELF, rules, 0)
+    os.close(rules)
+
+
 def serve_candidate(calls_fd: int, results_fd: int) -> None:
     """Run the answer's code, then the calls that come."""
     calls, results = os.fdopen(calls_fd), os.fdopen(results_fd, "w")
     scope: dict[str, Any] = {"__name__": "candidate"}
     source = _read("candidate.json")
+    hide_tests()
     _run(scope, setup=source["setup"], answer=source["code"])
     for line in calls:
         name, args, named = json.loads(line)
@@ -107,13 +140,18 @@ class Candidate:
         """A function that calls the answer's."""
 
         def call(*args: Any, **named: Any) -> Any:
-            self._calls.write(json.dumps([name, pack(args), pack(named)]) + "\n")
-            self._calls.flush()
-            kind, value = json.loads(self._results.readline())
+            line = json.dumps([name, pack(args), pack(named)]) + "\n"
+            try:
+                self._calls.write(line)
+                self._calls.flush()
+                kind, value = json.loads(self._results.readline())
+            except (OSError, ValueError):  # no test may take it for an expected exception
+                sys.exit("the answer's code ended, or wrote to the pipe of its results")
             if kind == "value":
                 return unpack(value)
             found = getattr(builtins, str(kind), None)
             known = isinstance(found, type) and issubclass(found, Exception)
+            known = known and found is not StopIteration  # it would end `all(map(f, cases))`
             raise (found if known else RuntimeError)(value)  # type: ignore[misc]
 
         return call

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from hermes_rl.scorers.answers import Score, commitments, scored, sole
+from hermes_rl.scorers.code import fenced
 
 GROUP = "hermes_rl.scorers"
 """Entry points of packages that bring functions for `python`."""
 CPU_S = 10.0
 """CPU time of one request."""
 MEMORY_BYTES = 4 << 30
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def regex(options: Mapping[str, Any], answer: str) -> Score:
@@ -66,12 +66,21 @@ def _constant(name: str) -> Any:
     raise _Refused(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _Refused(f"{text[:20]} is beyond all floats")
+    return value
+
+
 def document(answer: str) -> Any:
     """The JSON that an answer is, or that its one fenced block holds. Raises: ValueError."""
-    load = functools.partial(json.loads, object_pairs_hook=_unique, parse_constant=_constant)
-    blocks = _FENCED.findall(answer) or [answer]
-    values = [load(block) for block in blocks]
-    if any(value != values[0] for value in values):
+    blocks = [text for tag, text in fenced(answer) if tag in ("", "json")] or [answer]
+    values = [
+        json.loads(block, object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite)
+        for block in blocks
+    ]
+    if not all(_same(value, values[0]) for value in values[1:]):
         raise _Refused("several different documents")
     return values[0]
 
@@ -130,6 +139,7 @@ def mathematics(options: Mapping[str, Any], answer: str) -> Score:
     """The expression that the answer commits itself to equals the target (package math-verify)."""
     target = (commitments(options["target"]) or [options["target"]])[-1]
     stated = commitments(answer) or [answer.strip().splitlines()[-1] if answer.strip() else ""]
+    stated = [_formula(one) for one in stated]
     values = [_expression(one) for one in dict.fromkeys(stated)]
     if not values[0]:
         return Score(0.0, "no expression found")
@@ -138,6 +148,12 @@ def mathematics(options: Mapping[str, Any], answer: str) -> Score:
     if _is_false(values[0][0]):
         return Score(0.0, f"a false equation: {stated[0][:80]!r}")
     return scored(_equal(_expression(target), values[0]), f"answer {stated[0][:80]!r}")
+
+
+def _formula(text: str) -> str:
+    """The formula of a sentence such as `$4$. I hope it is correct.`"""
+    found = re.match(r"[^$\d]*\$([^$]+)\$[^$]*\Z", text)
+    return found[1] if found else re.split(r"(?<=\S)\.\s", text)[0]
 
 
 def _expression(text: str) -> Any:

@@ -42,10 +42,17 @@ RIGHT = [
     ("number", "Answer: 1234.5, 2 more than 1232.5"),
     ("number", "Answer: 1234.5; since 1000 + 234.5 = 1234.5"),
     ("number", "Answer: 1234.5 dollars and 3 cents"),
+    ("number", "Final Answer: The final answer is **1 234.5**."),
+    ("number", "**Answer:**\n\n1234.5\n\nNote that 3 is prime."),
+    ("number", r"\boxed{1{,}234.5}"),
+    ("choice", "Answer:\n\n**B**\n\nA is wrong."),
     ("json", '{"city": {"name": "Paris"}, "n": [2]}'),
+    ("json", 'Hm:\n```python\n1\n```\n```JSON\r\n{"city": {"name": "Paris"}, "n": [2]}\r\n```\r\n'),
+    ("json", '```\n{"city": {"name": "Paris"}, "n": [2], "x": "```"}\n```'),
     ("json", 'Here:\n```json\n{"city": {"name": "Paris"}, "n": [2.0]}\n```'),
     ("math", r"so \boxed{0.5}"),
     ("math", r"\boxed{\frac{2}{4}} and again \boxed{1/2}"),
+    ("math", "Final Answer: The final answer is $0.5$. I hope it is correct."),
 ]
 WRONG = [
     ("exact", "Paris is it"),
@@ -72,10 +79,24 @@ WRONG = [
     ("number", "The answer is 1234.5 and 7."),
     ("number", r"\boxed{\pm 1234.5}"),
     ("number", "NaN inf 1e9999999"),
+    ("number", "Answer: 1234.5. Answer: 1235.5"),
+    ("number", "#### 1234.5 #### 1235.5"),
+    ("number", "Answer: 1234.5 (or 1235.5)"),
+    ("number", "Answer: 1234.5\u20131235.5"),
+    ("number", "Answer: 1234.5 through 1235.5"),
+    ("number", "Answer: x = 7 or x = 1234.5"),
+    ("number", "Answer: 1234.5k"),
+    ("number", "Answer: 1234.5\u00b2"),
+    ("number", "The answer is not 1234.5"),
+    ("choice", "Answer: B. Answer: A"),
     ("json", '{"city": {"name": "Rome", "name": "Paris"}, "n": [2]}'),
     ("json", '{"city": {"name": "Paris"}, "n": [true]}'),
     ("json", '```\n{"city": {"name": "Paris"}, "n": [2]}\n```\n```\n{}\n```'),
     ("json", "[" * 100_000),
+    (
+        "json",
+        '```\n{"city": {"name": "Paris"}, "n": [2]}\n```\n```\n{"n": [2]}\n```',
+    ),
     ("math", r"\boxed{0.5} or \boxed{0.6}"),
     ("math", r"\boxed{\{0.5, 1, 2\}}"),
     ("math", "0.4, 0.5, 0.6"),
@@ -111,6 +132,20 @@ async def test_wrong_and_forged_answers_score_zero(process: ScorerProcess) -> No
     ]
     cases = [*WRONG, *forged]
     assert [c for c in cases if await score(process, SCORES[c[0]], c[1]) == 1.0] == []
+
+
+async def test_json_has_no_number_beyond_all_floats(process: ScorerProcess) -> None:
+    form = {"type": "json", "schema": {"type": "number", "minimum": 0}}
+    assert await score(process, form, "1e308") == 1.0
+    assert await score(process, form, "1e999") == 0.0
+    same = {"type": "json", "target": {"a": 1}}
+    assert await score(process, same, '```\n{"a": 1}\n```\n```\n{"a": true}\n```') == 0.0
+
+
+def test_a_number_is_not_included_in_a_longer_one() -> None:
+    form = {"target": "42"}
+    found = [READERS["includes"](form, f"It is {a}").value for a in ("42.", "4.42", "42.5", "142")]
+    assert found == [1.0, 0.0, 0.0, 0.0]
 
 
 async def test_catastrophic_patterns_are_ended(process: ScorerProcess) -> None:

@@ -10,7 +10,11 @@ from hermes_rl.testing import FakeConfig, ServedRequest
 
 from .conftest import Open, script
 
-ADD = {"type": "code", "tests": "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]"}
+ADD = {
+    "type": "code",
+    "tests": "assert all(map(lambda case: add(*case) == 3, [(1, 2)]))\n"
+    "try: assert add([1], [2]) == [1, 2]\nexcept ValueError: pass",
+}
 GOOD = "```python\ndef add(a, b):\n    return a + b\n```"
 FORGED = {
     "exits": "import os\nos._exit(0)\ndef add(a, b): pass",
@@ -19,6 +23,10 @@ FORGED = {
     "subclass": "class L(list):\n    def __eq__(self, o): return True\ndef add(a, b): return L()",
     "builtins": "import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0",
     "kills": "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\ndef add(a, b): return 0",
+    # Right answers, if the first line is carried out.
+    "reads the tests": "open('/verify/tests.json')\ndef add(a, b): return a + b",
+    "reads memory": "import os\nopen(f'/proc/{os.getppid()}/mem')\ndef add(a, b): return a + b",
+    "ends a loop": "def add(a, b): raise StopIteration",
     "writes": "import os\nfor fd in range(3, 50):\n    try: os.write(fd, b'reward=1\\n')\n"
     "    except OSError: pass\ndef add(a, b): return 0",
 }
