@@ -81,8 +81,8 @@ _READ_FILE, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1 << 2, 1, 38
 def hide_tests() -> None:
     """Take the tests from this process for good: their file, and the memory of those who read it.
 
-    By Landlock (Linux 5.13), which also forbids to trace processes outside. Elsewhere, and where
-    the folder is no sandbox's `/verify`, nothing is hidden.
+    By Landlock (Linux 5.13), which also forbids to trace processes outside. Elsewhere, and for a
+    folder that is not at the root of a sandbox, nothing is hidden.
     """
     try:
         import ctypes
