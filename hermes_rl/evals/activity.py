@@ -8,16 +8,18 @@ from hermes_rl.errors import UserError
 from hermes_rl.evals.plots import (
     BLUE,
     FAINT,
-    LEGEND,
     ORANGE,
     PALE,
     Plot,
+    count_axis,
     make_canvas,
     name_rows,
     note_of,
+    put_legend,
+    short,
     title,
 )
-from hermes_rl.evals.summaries import task_scores
+from hermes_rl.evals.summaries import many, task_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,20 +42,18 @@ def plot_solve_rates(run: Run) -> Plot:
         raise UserError(f"{run.path}: no graded trajectory to plot")
     frame = frame[["task_id", "units", "solved", "reward"]]
     figure, (axes,) = make_canvas(8)
-    from matplotlib.ticker import MaxNLocator  # after the check that it is installed
-
     counts = frame["solved"].round(3).value_counts()
     axes.bar(counts.index, counts, width=0.04, color=BLUE)
     axes.set_xlim(-0.05, 1.05)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    count_axis(axes.yaxis)
     axes.set_xlabel("solved units of a task")
     axes.set_ylabel("tasks")
     never, always = int((frame["solved"] == 0).sum()), int((frame["solved"] == 1).sum())
     title(
         axes,
-        f"{run.path.name}: solved share of the tasks",
-        f"{len(frame)} tasks; {never} never and {always} always solved",
+        f"{short(run.path.name, 28)}: solved share of the tasks",
+        f"{many(len(frame), 'task')}; {never} never and {always} always solved",
     )
     return Plot(figure, frame)
 
@@ -83,10 +83,11 @@ def plot_tools(run: Run) -> Plot:
             color=FAINT,
         )  # fmt: skip
     name_rows(axes, [str(tool) for tool in frame["tool"]])
-    axes.margins(x=0.25)
+    axes.margins(x=0.4)
     axes.set_xlabel("calls")
-    axes.legend(**LEGEND)
-    title(axes, f"{run.path.name}: tool calls", f"{int(frame['calls'].sum()):,} calls")
+    count_axis(axes.xaxis)
+    put_legend(figure, axes)
+    title(axes, f"{short(run.path.name, 28)}: tool calls", f"{int(frame['calls'].sum()):,} calls")
     return Plot(figure, frame)
 
 
@@ -122,12 +123,19 @@ def plot_time(run: Run) -> Plot:
         each.hist(frame[column].dropna(), bins=20, color=BLUE)
         each.axvline(frame[column].median(), color=ORANGE, linewidth=1)
         each.set_xlabel({"total_s": "seconds"}.get(column, column))
+        count_axis(each.yaxis)
+        if column != "total_s":
+            count_axis(each.xaxis)
     axes[0].set_ylabel("units")
     phases = frame[list(_PHASES)].mean().iloc[::-1]
     axes[3].barh(range(len(phases)), phases, color=PALE)
     name_rows(axes[3], [str(name).removesuffix("_s") for name in phases.index])
     axes[3].set_xlabel("mean seconds by phase")
-    title(axes[0], f"{run.path.name}: turns, tokens, time", f"{len(frame)} units; median in orange")
+    title(
+        axes[0],
+        f"{short(run.path.name, 28)}: turns, tokens, time",
+        f"{many(len(frame), 'unit')}; median in orange",
+    )
     return Plot(figure, frame)
 
 
@@ -161,11 +169,14 @@ def plot_progress(run: Run, *, window: int = 50) -> Plot:
     )
     for place in frame.index[changed][1:]:
         axes.axvline(place + 1, color=FAINT, linewidth=0.5)
+    low, high = min(0.0, frame["reward"].min()), max(1.0, frame["reward"].max())
+    axes.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
     axes.set_xlabel("finished units")
+    count_axis(axes.xaxis)
     axes.set_ylabel("reward")
-    versions_text = f"; {int(changed.sum())} policy versions" if changed.any() else ""
+    versions_text = f"; {many(int(changed.sum()), 'policy version')}" if changed.any() else ""
     note = f"mean of the last {window} units{versions_text}"
-    title(axes, f"{run.path.name}: reward over the run", note)
+    title(axes, f"{short(run.path.name, 28)}: reward over the run", note)
     return Plot(figure, frame)
 
 
@@ -215,6 +226,6 @@ def plot_timeline(run: Run, *, limit: int = 40) -> Plot:
     name_rows(axes, [f"{t} #{r}" for t, r in zip(names["task_id"], names["repeat"], strict=True)])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the first start")
-    axes.legend(**LEGEND)
-    title(axes, f"{run.path.name}: timeline", note_of(len(shown), len(order), "first"))
+    put_legend(figure, axes)
+    title(axes, f"{short(run.path.name, 28)}: timeline", note_of(len(shown), len(order), "first"))
     return Plot(figure, frame)

@@ -12,24 +12,30 @@ from hermes_rl.evals.plots import (
     BLUE,
     FAINT,
     INK,
-    LEGEND,
     MAX_TASKS,
     ORANGE,
     PALE,
     Plot,
+    count_axis,
     make_canvas,
     name_rows,
     note_of,
+    put_legend,
+    short,
     title,
 )
 from hermes_rl.evals.stats import share_interval
-from hermes_rl.evals.summaries import task_scores
+from hermes_rl.evals.summaries import many, task_scores
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from hermes_rl.store import Run
 
+_MOST_BANDS = 3
+"""Runs whose intervals can be told apart in one plot."""
+_LINE = 0.05
+"""Height of a name in the plot of costs, as a share."""
 _GRADED = ("task_id", "task_hash", "reward", "turns")
 
 
@@ -59,7 +65,7 @@ def plot_scores(*runs: Run) -> Plot:
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("solved, with the 95 % interval over tasks")
-    title(axes, "Solved share", f"{frame['tasks'].max()} tasks")
+    title(axes, "Solved share", many(int(frame["tasks"].max()), "task"))
     return Plot(figure, frame)
 
 
@@ -80,7 +86,9 @@ def plot_task_map(*runs: Run, limit: int = MAX_TASKS) -> Plot:
     image = axes.imshow(shown, cmap="Blues", vmin=0, vmax=1, aspect="auto", origin="lower")
     name_rows(axes, [str(task) for task in shown.index])
     axes.set_ylim(-0.5, len(shown) - 0.5)
-    axes.set_xticks(range(len(columns)), list(columns))
+    names = [short(name, 32) for name in columns]
+    turned: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(names)), names, **turned if len("".join(names)) > 60 else {})
     for row, values in enumerate(shown.to_numpy()):
         for column, value in enumerate(values):
             text = "" if math.isnan(value) else f"{value:.0%}"
@@ -122,16 +130,17 @@ def plot_pass_at_k(*runs: Run) -> Plot:
     figure, (axes,) = make_canvas(9)
     for number, ((name, which), part) in enumerate(frame.groupby(["run", "kind"], sort=False)):
         colour, line = f"C{number // 2}", "-" if which == "pass@k" else "--"
-        axes.plot(
-            part["k"], part["value"], line, marker="o", color=colour, label=f"{name}, {which}"
-        )
-        axes.fill_between(part["k"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
+        label = short(str(name)) if which == "pass@k" else None
+        axes.plot(part["k"], part["value"], line, marker="o", color=colour, label=label)
+        if len(runs) <= _MOST_BANDS:
+            axes.fill_between(part["k"], part["low"], part["high"], color=colour, alpha=0.12, lw=0)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xticks(sorted(set(frame["k"])))
     axes.set_xlabel("k")
-    axes.legend(frameon=False, fontsize=8)
-    title(axes, "pass@k and pass^k", "bands: 95 % interval over tasks")
+    put_legend(figure, axes)
+    bands = "; bands: 95 % interval over tasks" if len(runs) <= _MOST_BANDS else ""
+    title(axes, "pass@k and pass^k", f"solid: pass@k; dashed: pass^k{bands}")
     return Plot(figure, frame)
 
 
@@ -169,8 +178,13 @@ def plot_cost(*runs: Run) -> Plot:
     axes.errorbar(frame[column], frame["solved"], yerr=spread, fmt="o", color=BLUE, ecolor=PALE)
     best = frame[frame["best"]]
     axes.plot(best[column], best["solved"], "--", color=ORANGE, zorder=1)
-    for name, x, y in zip(frame["run"], frame[column], frame["solved"], strict=True):
-        axes.annotate(str(name), (x, y), (7, 5), textcoords="offset points", fontsize=8.5)
+    lowest = -1.0
+    for name, x, y in frame.sort_values("solved")[["run", column, "solved"]].itertuples(
+        index=False
+    ):
+        lowest = max(lowest + _LINE, y)  # no name is written over another one
+        place = (7, 5 + 200 * (lowest - y))
+        axes.annotate(short(name, 32), (x, y), place, textcoords="offset points", fontsize=8.5)
     axes.set_xlim(left=0)
     axes.margins(x=0.15)
     axes.set_ylim(-0.02, 1.02)
@@ -201,11 +215,14 @@ def plot_endings(*runs: Run) -> Plot:
     height = 0.8 / len(counts)
     for number, name in enumerate(frame):
         places = [row + (number - (len(counts) - 1) / 2) * height for row in range(len(frame))]
-        bars = axes.barh(places, frame[name], height * 0.92, color=f"C{number}", label=name)
+        bars = axes.barh(
+            places, frame[name], height * 0.92, color=f"C{number}", label=short(str(name))
+        )
         axes.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8, color=FAINT)
     name_rows(axes, [str(end) for end in frame.index])
     axes.set_xlabel("attempts")
-    axes.legend(**LEGEND)
+    count_axis(axes.xaxis)
+    put_legend(figure, axes)
     title(axes, "How attempts ended", f"{int(frame.to_numpy().sum()):,} attempts")
     return Plot(figure, frame)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hermes_rl.errors import UserError
 from hermes_rl.evals.stats import Interval, share_interval, wilson
-from hermes_rl.evals.summaries import task_scores
+from hermes_rl.evals.summaries import many, task_scores
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,10 +26,6 @@ MAX_TASKS = 40
 
 INK, FAINT, _GRID = "#222222", "#8a8a8a", "#e6e6e6"
 BLUE, PALE, ORANGE = "#2f6fb0", "#a9c8e6", "#d9822b"
-LEGEND: dict[str, Any] = {
-    "frameon": False, "fontsize": 8, "loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3,
-}  # fmt: skip
-"""A legend above the plot, beside its title."""
 _WIDTH_IN, _ROW_IN, _MARGIN_IN = 8.0, 0.26, 1.5
 
 
@@ -93,8 +89,9 @@ def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Plot:
     axes.set_xlabel("solved units of each task, with the 95 % interval of their share")
     title(
         axes,
-        f"{run.path.name}: {whole.mean:.0%} solved" + _bounds(whole),
-        f"{len(frame)} tasks, {units} graded units" + _only(len(shown), len(frame), "least solved"),
+        f"{short(run.path.name, 28)}: {whole.mean:.0%} solved" + _bounds(whole),
+        f"{many(len(frame), 'task')}, {many(units, 'graded unit')}"
+        + _only(len(shown), len(frame), "least solved"),
     )
     return Plot(figure, frame)
 
@@ -125,10 +122,11 @@ def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Plot:
     shown = per_task.tail(limit)
     figure, (left, right) = make_canvas(len(shown), plots=2)
     _stacked(left, shown)
+    put_legend(figure, left)
     title(
         left,
-        f"{run.path.name}: tokens per unit",
-        f"mean over {known['unit_id'].nunique()} units"
+        f"{short(run.path.name, 28)}: tokens per unit",
+        f"mean over {many(known['unit_id'].nunique(), 'unit')}"
         + _only(len(shown), len(per_task), "largest")
         + _left_out(len(frame) - len(known)),
     )
@@ -160,12 +158,13 @@ def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Plot:
     name_rows(axes, [str(task) for task in shown["task_id"]])
     axes.set_xlim(-1.02, 1.02)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}" if value else "0")
-    axes.set_xlabel(f"{comparison.a} solved more  |  {comparison.b} solved more")
+    a, b = (short(name, 22) for name in (comparison.a, comparison.b))
+    axes.set_xlabel(f"{a} solved more  |  {b} solved more")
     mean = comparison.difference
     title(
         axes,
-        f"{comparison.b} less {comparison.a}: {mean.mean:+.0%}" + _bounds(mean, "+.0%"),
-        f"difference of the solved share, {comparison.tasks} common tasks"
+        f"{b} less {a}: {mean.mean:+.0%}" + _bounds(mean, "+.0%"),
+        f"difference of the solved share, {many(comparison.tasks, 'common task')}"
         + _only(len(shown), len(frame), "most different"),
     )
     return Plot(figure, frame)
@@ -191,7 +190,7 @@ def _stacked(axes: Axes, shown: pd.DataFrame) -> None:
             axes.barh(rows, shown[column], left=start, color=colour, label=label, height=0.7)
         start = start + shown[column]
     name_rows(axes, [str(task) for task in shown.index])
-    _count_axis(axes.xaxis)
+    count_axis(axes.xaxis)
     axes.set_xlabel("tokens")
     if start.max() == 0:
         axes.set_xlim(0, 1)
@@ -199,7 +198,6 @@ def _stacked(axes: Axes, shown: pd.DataFrame) -> None:
             0.5, 0.5, "no tokens: oracle and noop use none", transform=axes.transAxes, ha="center",
             color=FAINT,
         )  # fmt: skip
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
 
 
 def _by_turn(axes: Axes, calls: pd.DataFrame) -> None:
@@ -211,12 +209,10 @@ def _by_turn(axes: Axes, calls: pd.DataFrame) -> None:
         spread = calls.groupby("turn")[column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
         axes.fill_between(spread.index, spread[0.25], spread[0.75], color=colour, alpha=0.18, lw=0)
         axes.plot(spread.index, spread[0.5], "o-", color=colour, label=label, markersize=4)
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    count_axis(axes.xaxis)
     axes.yaxis.grid(True, color=_GRID)
     axes.set_ylim(bottom=0, top=None if calls["input_tokens"].any() else 1)
-    _count_axis(axes.yaxis)
+    count_axis(axes.yaxis)
     axes.set_xlabel("turn")
     axes.legend(loc="upper left", frameon=False, fontsize=8)
 
@@ -257,11 +253,29 @@ def _style(axes: Axes) -> None:
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
     """Label the rows of a horizontal plot from the bottom."""
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [short(name) for name in names])
     axes.set_ylim(-0.7, len(names) - 0.3)
 
 
-def _count_axis(axis: Any) -> None:
+def short(name: str, most: int = 36) -> str:
+    """A name of at most so many characters; its end often tells it from others."""
+    half = most // 2
+    return name if len(name) <= most else f"{name[: half - 1]}\u2026{name[-half:]}"
+
+
+def put_legend(figure: Figure, axes: Axes) -> None:
+    """Explain the colours below the plot, where no data are."""
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower left", ncols=3, frameon=False, fontsize=8,
+    )  # fmt: skip
+
+
+def count_axis(axis: Any) -> None:
+    """Label whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
 
 

@@ -37,6 +37,11 @@ _UNITS = [*_KEYS, "unit_id", "reward", "turns", "truncated", "attempt"]
 _FAILURES = [*_KEYS, "unit_id", "owner", "cause", "error"]
 
 
+def many(number: int, what: str) -> str:
+    """`1 task`, `2 tasks`."""
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
 class Bounds(NamedTuple):
     """Lower and upper bound of a value."""
 
@@ -90,16 +95,18 @@ class Summary:
         return text
 
     def __str__(self) -> str:
-        left_out = f"{self.failed_attempts} attempts left out"
+        left_out = f"{many(self.failed_attempts, 'attempt')} left out"
         if not self.tasks:
             return f"{self.name}: nothing was graded; {left_out}"
         solved = f"solved {self.solved.mean:.0%}"
         if self.tasks > 1:
             solved += f" (95 % interval {self.solved.low:.0%} to {self.solved.high:.0%})"
-        text = f"{self.name}: {solved} over {self.tasks} tasks, {self.units} units; {left_out}"
+        there = f"{many(self.tasks, 'task')}, {many(self.units, 'unit')}"
+        text = f"{self.name}: {solved} over {there}; {left_out}"
         if self.never_graded:
             low, high = self.bounds
-            text += f"; {self.never_graded} units ungraded: {low:.0%} to {high:.0%} with them"
+            lost = many(self.never_graded, "unit")
+            text += f"; {lost} ungraded: {low:.0%} to {high:.0%} with them"
         return text
 
 
@@ -264,7 +271,8 @@ class Comparison:
         better = {"a": f"{self.a} is better", "b": f"{self.b} is better"}
         interval = f" (95 % interval {d.low:+.0%} to {d.high:+.0%})" if self.tasks > 1 else ""
         return (
-            f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over {self.tasks} common tasks: "
+            f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over "
+            f"{many(self.tasks, 'common task')}: "
             f"{better.get(self.verdict) or self._why_undecided()}"
         )
 

@@ -66,6 +66,20 @@ def test_plots_of_large_runs_note_that_they_are_partial() -> None:
     assert "5 tasks, 20 graded units; the 2 least solved are drawn" in axes.texts[-1].get_text()
 
 
+def test_long_names_are_shortened_in_the_picture_only() -> None:
+    made = run()
+    made.path = Path("runs/" + "a-long-name-" * 9 + "end")
+    for frame in (made.trajectories, made.calls):
+        frame["task_id"] = "an-organisation/repository-with-a-name-" * 3 + frame["task_id"]
+    for plot in (evals.plot_rewards, evals.plot_tokens):
+        figure, frame = plot(made)
+        axes = figure.axes[0]
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert [name[-2:] for name in names] == ["t0", "t1", "t2"]
+        assert max(map(len, [*names, axes.get_title(loc="left").split(":")[0]])) <= 36
+        assert frame["task_id"].str.len().min() > 100
+
+
 def test_plot_tokens_per_task_and_per_turn() -> None:
     left, right = evals.plot_tokens(run()).figure.axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["t0", "t1", "t2"]

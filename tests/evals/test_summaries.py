@@ -66,8 +66,8 @@ def test_summaries_of_few_tasks_contain_no_nan() -> None:
     nothing = summary(run("r", {"a": [None]}, failed=2))
     assert str(nothing) == "r: nothing was graded; 2 attempts left out"
     one = run("r", {"a": [1.0]})
-    assert str(summary(one)) == "r: solved 100% over 1 tasks, 1 units; 0 attempts left out"
-    assert str(compare(one, one)) == "r less r: +0% over 1 common tasks: no difference shown"
+    assert str(summary(one)) == "r: solved 100% over 1 task, 1 unit; 0 attempts left out"
+    assert str(compare(one, one)) == "r less r: +0% over 1 common task: no difference shown"
 
 
 def test_infrastructure_failures_are_left_out_and_counted() -> None:

@@ -129,6 +129,9 @@ async def test_pages_fit_their_window_in_light_and_dark(
             await browser.go(page)
             assert await browser.run("document.documentElement.scrollWidth") <= width
             colours.add((dark, await browser.run(FONT)))
+            if name == "rundiff":
+                tables = "[...document.querySelectorAll('table')].map((t) => t.innerText)"
+                assert all("large-model" in text for text in await browser.run(tables))
             await browser.screenshot(tmp_path / f"{name}-{dark}.png")
             assert (tmp_path / f"{name}-{dark}.png").stat().st_size > 5_000
     assert len(colours) == 2

@@ -230,7 +230,7 @@ function long(value, whole) {
     const part = h("div.folded", {}, text(value), h("button", { onclick: () => part.classList.toggle("folded") }, `${fmt.count(lines)} lines: fold or unfold`));
     return part;
   }
-  if ("cut" in value) return [text(value.text), h("button", { onclick: whole }, `show all ${fmt.count(value.cut)} characters`)];
+  if ("cut" in value) return [long(value.text, whole), h("button", { onclick: whole }, `show all ${fmt.count(value.cut)} characters`)];
   return json(value);
 }
 function toolOutput(value, whole) {
@@ -310,14 +310,14 @@ async function rundiff(query) {
   const value = (v) => (v === null || v === undefined ? h("i.soft", {}, "not set") : clean(typeof v === "object" ? JSON.stringify(v) : v));
   const share = (r) => (r.graded ? `${r.solved} of ${r.graded} (${fmt.share(r.solved / r.graded)})` : "not graded");
   const figures = [["units done", (r) => fmt.count(r.done)], ["solved", share], ["mean reward", (r) => fmt.reward(r.mean_reward)], ["failed attempts", (r) => fmt.count(r.failed_attempts)], ["mean turns", (r) => fmt.reward(r.mean_turns)], ["tokens", (r) => fmt.count(r.tokens)], ["cost", cost], ["mean time", (r) => fmt.seconds(r.mean_seconds)]];
-  const heads = ["", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t));
+  const heads = () => ["", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t));
   const tasks = found.tasks, listed = (name, all) => (all.length ? more(`${all.length} tasks ${name}`, h("ul", {}, all.map((t) => h("li", {}, clean(t))))) : null);
   return {
     crumbs: [["compare runs"]],
     content: [
       h("h1", {}, "Two runs"),
-      h("h2", {}, "Results"), table("plain", heads, figures.map(([name, of]) => h("tr", {}, h("th", {}, name), cell(of(a)), cell(of(b))))),
-      h("h2", {}, "Settings"), found.settings.length ? table("plain", heads, found.settings.map((s) => h("tr", {}, h("th", {}, clean(s.name)), cell(value(s.a)), cell(value(s.b))))) : h("p", {}, "All settings and versions are equal."),
+      h("h2", {}, "Results"), table("plain", heads(), figures.map(([name, of]) => h("tr", {}, h("th", {}, name), cell(of(a)), cell(of(b))))),
+      h("h2", {}, "Settings"), found.settings.length ? table("plain", heads(), found.settings.map((s) => h("tr", {}, h("th", {}, clean(s.name)), cell(value(s.a)), cell(value(s.b))))) : h("p", {}, "All settings and versions are equal."),
       h("h2", {}, "Tasks"), h("p", {}, `${fmt.count(tasks.common)} in both`), listed("only in the first", tasks.only_a), listed("only in the second", tasks.only_b), listed("with other content", tasks.edited),
       h("h2", {}, "Prompt and tools"), found.prompt.length || found.tools.length ? [found.prompt.length ? lines(found.prompt) : null, found.tools.length ? lines(found.tools) : null] : h("p", {}, "Equal for the first common task."),
       h("h2", {}, `Tasks with another mean reward: ${fmt.count(found.changed_count)}`),
