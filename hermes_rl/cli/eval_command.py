@@ -138,6 +138,7 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
         rows, folder = _benchmark(evaluation, values, data)
     elif folder is None:
         rows = list(mapped_rows(target, columns=columns))
+        _check_rows(target, rows)
     if folder is not None:
         return _of_folder(evaluation, folder, values, data)
     if values["rescore"]:
@@ -246,6 +247,20 @@ def _environment(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     return _Evaluation(name, root, len(tasks), {}, is_env=True)
 
 
+def _check_rows(target: str, rows: list[dict[str, Any]]) -> None:
+    """Refuse a file without a good row, before anything is written. Raises: UserError."""
+    from hermes_rl.tasks import parse_row
+
+    first = None
+    for index, row in enumerate(rows):
+        parsed = parse_row(row, index, f"{target}: row {index + 1}")
+        if parsed.error is None:
+            return
+        first = first or parsed
+    if first is not None:
+        raise UserError(f"{first.place}: {first.error}")
+
+
 def _write_tasks(path: Path, lines: list[str]) -> None:
     """Write the tasks, to which more may have been added. Raises: UserError when one that may have
     been evaluated is changed or absent: its old result would be in the score."""
@@ -268,7 +283,10 @@ def _with_stored_answers(rows: list[dict[str, Any]], path: Path) -> list[dict[st
 
     by_id = {str(row["id"]): row for row in rows if row.get("id") is not None}
     if not by_id:
-        raise UserError("--rescore finds answers by the 'id' of their rows; these have none")
+        raise UserError(
+            "--rescore finds answers by the 'id' of their rows; these have none. Give each row an "
+            "'id' before it is evaluated"
+        )
     verified = next((name for name, row in by_id.items() if row.get("verify")), None)
     if verified is not None:
         raise UserError(

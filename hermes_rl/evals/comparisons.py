@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hermes_rl.store import Run
 
 _MOST_BANDS = 3
-"""Runs whose intervals can be told apart in one plot."""
+"""Runs whose intervals a reader can distinguish in one plot."""
 _LINE = 0.05
 """Height of a name in the plot of costs, as a share."""
 _GRADED = ("task_id", "task_hash", "reward", "turns")

@@ -145,8 +145,10 @@ def difference_interval(
     """
     plain = mean_interval(differences, clusters, level=level)
     number = len(differences if clusters is None else set(clusters))
-    if number < 2 or plain.high - plain.low > 1e-9:
+    if number < 2:
         return plain
+    if plain.high - plain.low > 1e-9:
+        return Interval(plain.mean, max(-1.0, plain.low), min(1.0, plain.high))
     mean = number * plain.mean / (number + 2)
     spread = (number * plain.mean**2 + 1) / (number + 2) - mean**2
     half = t_quantile((1 + level) / 2, number - 1) * math.sqrt(spread / (number + 2))
@@ -271,6 +273,10 @@ class VarianceSplit:
     @property
     def advice(self) -> str:
         """What reduces the standard error more, for the same number of units."""
+        if self.tasks < 2:
+            return "one task says nothing about others: run more tasks"
+        if self.between + self.within == 0:
+            return "neither tasks nor repeats differ: run other tasks"
         if math.isnan(self.within):
             return "run each task at least twice to see how much repeats differ"
         if _less_noise(self.between, self.within / self.repeats) < 0.75:
@@ -325,9 +331,8 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
     Source: McNemar, Psychometrika 12 (1947), 153-157, with the two-sided binomial distribution.
     """
-    number, less = only_a + only_b, min(only_a, only_b)
-    tail = sum(math.comb(number, i) for i in range(less + 1)) / 2**number
-    return min(1.0, 2 * float(tail))
+    less, more = sorted((only_a, only_b))
+    return min(1.0, 2 * _incomplete_beta(0.5, more, less + 1)) if more else 1.0
 
 
 def paired_t(differences: Numbers, clusters: Labels | None = None) -> float:

@@ -58,10 +58,9 @@ def _is_numeric(value: Any) -> bool:
 
 def _is_pattern(value: Any) -> bool:
     try:
-        re.compile(value)
+        return bool(re.compile(value).pattern)
     except (re.error, TypeError, RecursionError, OverflowError):
         return False
-    return True
 
 
 def _is_schema(value: Any) -> bool:
@@ -129,7 +128,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
     "exact": {"target": _TARGETS, "ignore_case": _FLAG},
     "includes": {"target": _TARGETS, "excludes": _TEXTS, "ignore_case": _FLAG},
     "regex": {
-        "pattern": Option(_is_pattern, "a regular expression", True),
+        "pattern": Option(_is_pattern, "a regular expression that is not empty", True),
         "target": Option(_is_text, "text"),
         "ignore_case": _FLAG,
     },

@@ -404,6 +404,14 @@ def test_a_benchmark_of_task_folders_is_evaluated_in_its_folder(tmp_path: Path) 
     assert len(load_run(tmp_path / "runs/eval-terminal-bench-2/noop").failures) == 2
 
 
+def test_a_column_to_rename_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    rows = tmp_path / "q.csv"
+    rows.write_text("question,score\nWhat?,1\n")
+    wrong = run_cli("eval", rows, "--model", "oracle", cwd=tmp_path)
+    assert f"{rows}: row 1: no column 'prompt' (found: question, score). Try --map" in wrong.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_mistakes_name_the_fix(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", {"id": "a", "prompt": "x", "verify": "true"})
     for arguments, error in (

@@ -111,7 +111,9 @@ def test_pass_at_k_is_unbiased() -> None:
 
 def test_tests_are_those_of_scipy() -> None:
     assert stats.mcnemar(3, 12) == pytest.approx(scipy.stats.binomtest(3, 15).pvalue)
-    assert stats.mcnemar(0, 0) == 1.0
+    assert stats.mcnemar(0, 0) == stats.mcnemar(4, 4) == 1.0
+    large = scipy.stats.binomtest(59_000, 119_000).pvalue  # by sums of binomials: hours
+    assert stats.mcnemar(60_000, 59_000) == pytest.approx(large)
     random = np.random.default_rng(2)
     data = random.normal(0.4, 1, 12)
     assert stats.paired_t(data) == pytest.approx(scipy.stats.ttest_1samp(data, 0).pvalue)
@@ -121,6 +123,11 @@ def test_tests_are_those_of_scipy() -> None:
     assert stats.sign_flips(data) == pytest.approx(exact.pvalue)
     many = random.normal(0.1, 1, 200)
     assert stats.sign_flips(many) == pytest.approx(stats.paired_t(many), abs=0.02)
+
+
+def test_the_interval_of_a_difference_of_shares_is_one_of_shares() -> None:
+    assert stats.difference_interval([-1, -1, 1, 1]) == (0, -1, 1)
+    assert stats.difference_interval([0.98, 1.0]).high == 1
 
 
 def test_many_p_values() -> None:
@@ -141,6 +148,8 @@ def test_the_variance_is_split_into_tasks_and_repeats() -> None:
     noisy = stats.variance_split(random.normal(0, 1, 20_000), tasks)
     assert "more repeats help" in noisy.advice
     assert "at least twice" in stats.variance_split([0.0, 1.0], [0, 1]).advice
+    assert "neither tasks nor repeats" in stats.variance_split([0, 0, 0, 0], [0, 0, 1, 1]).advice
+    assert "run more tasks" in stats.variance_split([0, 1], [0, 0]).advice
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_code_is_taken_from_the_answer() -> None:
         ({"type": "exact", "target": 3}, "'score.target' must be text, or a list of texts"),
         ({"type": "exact", "target": "a", "x": 1}, "'score' (exact) has the unknown key 'x'"),
         ({"type": "regex", "pattern": "("}, "'score.pattern' must be a regular expression"),
+        ({"type": "regex", "pattern": ""}, "'score.pattern' must be a regular expression"),
         ({"type": "number", "target": "many"}, "'score.target' must be a number"),
         ({"type": "json"}, "'score' (json) needs 'schema', 'fields' or 'target'"),
         ({"type": "json", "schema": {"type": 3}}, "'score.schema' must be a JSON schema"),
