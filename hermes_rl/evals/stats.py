@@ -21,6 +21,8 @@ RESAMPLES = 10_000
 _EXACT_FLIPS = 16
 """Values other than 0 up to which all sign flips are tried."""
 
+_SUMMED_PAIRS = 1_000
+"""Differing pairs up to which binomials are added as whole numbers."""
 _MANY = 10**9
 """Degrees of freedom at which Student's t is the normal distribution."""
 
@@ -331,8 +333,11 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
     Source: McNemar, Psychometrika 12 (1947), 153-157, with the two-sided binomial distribution.
     """
-    less, more = sorted((only_a, only_b))
-    return min(1.0, 2 * _incomplete_beta(0.5, more, less + 1)) if more else 1.0
+    number, less = only_a + only_b, min(only_a, only_b)
+    if number > _SUMMED_PAIRS:  # sums of such binomials take hours
+        return min(1.0, 2 * _incomplete_beta(0.5, number - less, less + 1))
+    tail = sum(math.comb(number, i) for i in range(less + 1)) / 2**number
+    return min(1.0, 2 * float(tail))
 
 
 def paired_t(differences: Numbers, clusters: Labels | None = None) -> float:

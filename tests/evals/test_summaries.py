@@ -112,9 +112,8 @@ def test_few_differing_tasks_give_no_verdict() -> None:
         return run("a", {n: [0.0] for n in names}), run("b", {n: [1.0] for n in names})
 
     five, six = compare(*runs(5)), compare(*runs(6))
-    assert (five.verdict, five.test) == ("undecided", "exact McNemar")
-    assert five.p_value == pytest.approx(2 / 2**5)
-    assert (six.verdict, six.p_value) == ("b", pytest.approx(2 / 2**6))
+    assert (five.verdict, five.p_value, five.test) == ("undecided", 2 / 2**5, "exact McNemar")
+    assert (six.verdict, six.p_value) == ("b", 2 / 2**6)
 
 
 def test_no_winner_below_the_detectable_difference() -> None:
