@@ -28,6 +28,7 @@ from hermes_rl.store import (
     decode_line,
     decode_metrics,
     decode_row,
+    file_of,
     schema_of,
     stem_of,
 )
@@ -254,14 +255,17 @@ class MemberRows:
     def _of_part(self, table: str, stem: str, ids: list[str]) -> list[dict[str, Any]]:
         import pyarrow.parquet as pq
 
-        path = self._run_dir.part_path(table, stem)
-        if not path.exists():
-            return []
         chosen = [("trajectory_id", "in", ids)]
-        rows: list[dict[str, Any]] = pq.read_table(
-            path, schema=schema_of(table), filters=chosen
-        ).to_pylist()
-        return rows
+        path, before = file_of(self._run_dir, table, stem), None
+        while path != before:  # it may be merged meanwhile
+            try:
+                found = pq.read_table(path, schema=schema_of(table), filters=chosen)
+            except FileNotFoundError:
+                path, before = file_of(self._run_dir, table, stem), path
+                continue
+            rows: list[dict[str, Any]] = found.to_pylist()
+            return rows
+        return []
 
     def drop(self, ids: Iterable[str | None]) -> None:
         """Forget rows; files without further rows are closed."""

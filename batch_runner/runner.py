@@ -379,9 +379,13 @@ class _Run:
             if self._unmerged or not await asyncio.to_thread(self.driver.has_many_small_files):
                 return
             self.driver.many_files.set()
-            await self.driver.merge_files(quiet=self.mirror.quiet if self.mirror else None)
+            await self._merge_files()
         except (StoreError, OSError) as error:
             self.progress.note(f"small files were not merged: {error}")
+
+    async def _merge_files(self, ends: Callable[[], bool] = lambda: False) -> None:
+        quiet = self.mirror.quiet if self.mirror is not None else None
+        await self.driver.merge_files(ends=ends, quiet=quiet)
 
     async def _merge_while_running(self, ends: Callable[[], bool]) -> None:
         """Merge many small files, and remove old ones. No failure ends the run."""
@@ -390,7 +394,7 @@ class _Run:
                 async with asyncio.timeout(OLD_FILES_S):
                     await self.driver.many_files.wait()
             try:
-                await self.driver.merge_files(ends=ends)
+                await self._merge_files(ends)
             except (StoreError, OSError) as error:
                 self._unmerged = True
                 self.progress.note(f"small files are not merged: {error}")
@@ -479,9 +483,9 @@ class _Run:
 
     async def _run_monitored(self, start: StartWorker, coordinator: Coordinator) -> None:
         """Run the units; monitor endpoints and merge small files meanwhile."""
-        beside, ends = [asyncio.create_task(self.monitor.run(coordinator))], threading.Event()
-        if self.mirror is None and self.live is None:  # these know their files by name
-            beside.append(asyncio.create_task(self._merge_while_running(ends.is_set)))
+        ends = threading.Event()
+        jobs = self.monitor.run(coordinator), self._merge_while_running(ends.is_set)
+        beside = [asyncio.create_task(job) for job in jobs]
         try:
             await self._dispatch_all(start)
         finally:

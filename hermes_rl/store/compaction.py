@@ -23,6 +23,7 @@ from hermes_rl.store.snapshots import (
     complete_switches,
     drop_unrecorded,
     exchange_tables,
+    first_merge_of,
     read_compactions,
     stage,
 )
@@ -75,6 +76,11 @@ class Merge:
     replaced: set[str]
     """The stems of the parts that they replace."""
 
+    def remove(self) -> None:
+        """Remove the files that no switch has moved."""
+        for path in self.written.values():
+            path.unlink(missing_ok=True)
+
 
 class _Ended(Exception):
     """The merge shall end."""
@@ -108,8 +114,8 @@ def write_merged(
     _mark(run_dir)
     used = [c.number for c in read_compactions(run_dir)]
     used += [int(n) for n in run_dir.storage.names(RETIRED) if n.isdigit()]
-    # At least the epoch: no other driver ever makes parts of the same names, see `mirror`.
-    number = max([*used, run_dir.last_epoch() - 1]) + 1
+    # By epoch: no other driver ever makes parts of the same names, see `mirror`.
+    number = max([*used, first_merge_of(run_dir.last_epoch()) - 1]) + 1
     merge = Merge(number, [], {}, {stem for group in groups for stem in group})
     try:
         for group in groups:
@@ -120,10 +126,10 @@ def write_merged(
             merge.merged.append(Merged(stem=stem, of=of, parts=parts, replaced=gone))
         run_dir.crash("compact-1-written")
     except _Ended:
-        _remove(merge)
+        merge.remove()
         return None
     except BaseException:
-        _remove(merge)
+        merge.remove()
         raise
     return merge
 
@@ -140,13 +146,8 @@ def switch_tables(run_dir: RunDir, merge: Merge, *, grace_s: float = OLD_FILES_S
         drop_unrecorded(run_dir, merge.number)  # recursive globs would find its files
         raise
     finally:
-        _remove(merge)
+        merge.remove()
     complete_switches(run_dir, grace_s=grace_s)
-
-
-def _remove(merge: Merge) -> None:
-    for path in merge.written.values():
-        path.unlink(missing_ok=True)
 
 
 def _count(run_dir: RunDir) -> int:

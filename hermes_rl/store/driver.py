@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ class Driver:
         *,
         grace_s: float = OLD_FILES_S,
         ends: Callable[[], bool] = lambda: False,
-        quiet: AbstractContextManager[object] | None = None,
+        quiet: threading.Lock | None = None,
     ) -> None:
         """Remove old files, and merge small ones if there are many. Writers continue, and commits
         wait only for the switch.
@@ -245,42 +246,53 @@ class Driver:
         Args:
             grace_s: seconds for which replaced files are kept for readers that listed them.
             ends: whether the merge shall end soon, without a result; called in a thread.
-            quiet: held, in a thread, while tables are switched.
+            quiet: held while tables are switched. Commits do not wait for it.
 
         Raises: StoreError when a file is damaged, or the file system cannot exchange folders;
         DiskFull.
         """
         if self._lock is not None:
             with self._lock.shared():
-                await to_end(self._merge_files(grace_s, ends, quiet or nullcontext()))
+                await to_end(self._merge_files(grace_s, ends, quiet or threading.Lock()))
 
     async def _merge_files(
-        self, grace_s: float, ends: Callable[[], bool], quiet: AbstractContextManager[object]
+        self, grace_s: float, ends: Callable[[], bool], quiet: threading.Lock
     ) -> None:
         from hermes_rl.store.compaction import Merge, switch_tables, write_merged  # long runs only
 
         def complete() -> None:
             self._refuse_lost_run()
-            with quiet:
-                complete_switches(self.run_dir, grace_s=grace_s)
+            complete_switches(self.run_dir, grace_s=grace_s)
 
         def switch(merge: Merge) -> None:
             self._refuse_lost_run()
-            with quiet:
-                switch_tables(self.run_dir, merge, grace_s=grace_s)
+            switch_tables(self.run_dir, merge, grace_s=grace_s)
 
-        async with self._tables:
-            await in_thread(complete)
-        if not self.many_files.is_set():
+        if not await self._change(complete, quiet, ends) or not self.many_files.is_set():
             return
         self.many_files.clear()
         self._small_files.clear()
         merge = await in_thread(
             lambda: write_merged(self.run_dir, small=SMALL_FILE, most=MERGE_GROUPS, ends=ends)
         )
-        if merge is not None:
+        if merge is not None and not await self._change(partial(switch, merge), quiet, ends):
+            merge.remove()
+
+    async def _change(
+        self, work: Callable[[], None], quiet: threading.Lock, ends: Callable[[], bool]
+    ) -> bool:
+        """Change tables in a thread. Returns False if the merge shall end while another thread
+        holds `quiet`, perhaps for a long upload; commits do not wait for that."""
+        while not quiet.acquire(blocking=False):
+            if ends():
+                return False
+            await asyncio.sleep(0.05)
+        try:
             async with self._tables:
-                await in_thread(switch, merge)
+                await in_thread(work)
+        finally:
+            quiet.release()
+        return True
 
     def _apply(self, receipt: Receipt) -> None:
         self.ledger.apply(

@@ -36,7 +36,7 @@ from hermes_rl.store.remote import (
     working_copy,
 )
 from hermes_rl.store.rundir import LEASE_S, TABLES, RunDir, order_of, stem_of, url_of
-from hermes_rl.store.snapshots import read_compactions, replaced_stems
+from hermes_rl.store.snapshots import epoch_of_merge, read_compactions, replaced_stems
 
 SYNC_S = 5.0
 """How often the working copy is searched for new files."""
@@ -101,6 +101,7 @@ class Mirror:
         """Parts that the log does not have any more, to be removed."""
         self._seen: dict[str, tuple[tuple[int, int], str]] = {}
         """Name of a file that may change -> time of change and size, sha256."""
+        self._run_dir = RunDir(self.path)
 
     def claim(self, epoch: int) -> None:
         """Take the run over, and mirror what the working copy has. Blocking.
@@ -228,7 +229,7 @@ class Mirror:
 
     def _published(self, final: bool) -> Iterator[str]:
         """Names of the files that readers may see. A part is one only with its commit."""
-        run_dir = RunDir(self.path)
+        run_dir = self._run_dir
         for folder in ("epochs", "commits", "compacted"):
             yield from (f"{folder}/{name}" for name in run_dir.storage.names(folder))
         stems = {*run_dir.commit_stems()}
@@ -243,26 +244,33 @@ class Mirror:
 
     def _merged_away(self) -> Iterator[str]:
         """Parts in the store that merged ones replace."""
-        run_dir = RunDir(self.path)
-        merged = replaced_stems(run_dir, [p for t in TABLES for p in run_dir.parts(t)])
+        merged = self._merged_stems()
         for name in self._remote.files:
-            place = self.path / name
-            if name.partition("/")[0] in TABLES and stem_of(place) in merged:
+            if name.partition("/")[0] in TABLES and stem_of(self.path / name) in merged:
                 yield name
+
+    def _merged_stems(self) -> set[str]:
+        run_dir = self._run_dir
+        return replaced_stems(run_dir, [p for t in TABLES for p in run_dir.parts(t)])
 
     def remove_orphans(self) -> None:
         """Remove parts that a driver uploaded and could not name in the log before it was
-        replaced: globs would read their rows beside those of the second attempt. Parts that a
-        later driver uploaded or merged stay, since this one may have been replaced."""
+        replaced: globs would read their rows beside those of the second attempt; and those that
+        this driver merged before it could. Parts that a later driver uploaded or merged stay, since
+        this one may have been replaced."""
+        merged = self._merged_stems()
         for table in TABLES:
             for name in self._remote.names(table):
-                if f"{table}/{name}" not in self._remote.files and self._is_old(name):
+                ours = stem_of(self.path / name) in merged
+                if f"{table}/{name}" not in self._remote.files and (ours or self._is_old(name)):
                     self._remote.remove([f"{table}/{name}"])
 
     def _is_old(self, name: str) -> bool:
         found = re.fullmatch(r"part-(.*?)(?:\.(\d+))?\.parquet", name)
-        epoch = order_of(found[1])[0] if found is not None else 0
-        return found is not None and 0 < max(epoch, int(found[2] or 0)) < self.first_epoch
+        if found is None:
+            return False
+        epoch = max(order_of(found[1])[0], epoch_of_merge(int(found[2] or 0)))
+        return 0 < epoch < self.first_epoch
 
     @asynccontextmanager
     async def running(

@@ -371,14 +371,15 @@ def fetch_run(url: str, *, whole: bool = False, new: bool = False) -> tuple[Path
 
 
 def _fetch_into(remote: RemoteRun, folder: Path, whole: bool) -> list[str]:
-    try:
-        faults = remote.fetch(folder, _absent(remote, folder, whole), verify=not whole)
-    except StoreError:
-        known = len(remote.entries)
-        remote.read_log()
-        if len(remote.entries) == known:
-            raise
-        faults = remote.fetch(folder, _absent(remote, folder, whole))  # merged meanwhile
+    faults: list[str] | None = None
+    while faults is None:
+        try:
+            faults = remote.fetch(folder, _absent(remote, folder, whole), verify=not whole)
+        except StoreError:
+            known = len(remote.entries)
+            remote.read_log()
+            if len(remote.entries) == known:
+                raise  # else files were merged meanwhile
     for path in (p for p in folder.rglob("*") if p.is_file()):
         if path.relative_to(folder).as_posix() not in remote.files:
             path.unlink(missing_ok=True)

@@ -94,7 +94,9 @@ class RunDir:
         self.crash = CrashHook.from_environment()
         self.storage = Storage(self.path, self.crash, fsync_delay_s)
         self.merged: tuple[tuple[str, ...], dict[str, Any]] | None = None
-        """For `commit.merged_by_stem`: the snapshots that were read, and their content."""
+        """For `snapshots.merged_by_stem`: the snapshots that were read, and their content."""
+        self.compactions: dict[int, Any] = {}
+        """The snapshots that were read, which never change; see `snapshots`."""
 
     def create(self) -> None:
         """Create the folders.

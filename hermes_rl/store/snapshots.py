@@ -56,6 +56,21 @@ class Compaction(msgspec.Struct, frozen=True, kw_only=True):
 
 _decode_compaction = msgspec.json.Decoder(Compaction).decode
 
+_PER_EPOCH = 1_000_000
+"""Snapshots that one driver may make."""
+
+
+def first_merge_of(epoch: int) -> int:
+    """The number of the first snapshot that a driver makes: two drivers at a URL, of which one was
+    replaced and does not know it, never make parts of the same name."""
+    return epoch * _PER_EPOCH
+
+
+def epoch_of_merge(number: int) -> int:
+    """The epoch in the number of a snapshot. Earlier versions made one snapshot per epoch, whose
+    number is at least that."""
+    return number // _PER_EPOCH or number
+
 
 def read_compactions(run_dir: RunDir) -> list[Compaction]:
     """All snapshots, oldest first. A damaged one is read from its copy.
@@ -64,7 +79,23 @@ def read_compactions(run_dir: RunDir) -> list[Compaction]:
     """
     names = run_dir.storage.names("compacted")
     found = {int(n[:-5]) for n in names if re.fullmatch(r"\d+\.(json|copy)", n)}
-    return [read_compaction(run_dir, number) for number in sorted(found)]
+    known = run_dir.compactions
+    run_dir.compactions = {
+        number: known.get(number) or read
+        for number in sorted(found)
+        if (read := known.get(number) or _read_present(run_dir, number))
+    }
+    return [*run_dir.compactions.values()]
+
+
+def _read_present(run_dir: RunDir, number: int) -> Compaction | None:
+    """One snapshot; None when it was superseded since it was listed."""
+    try:
+        return read_compaction(run_dir, number)
+    except StoreError:
+        if any((run_dir.path / name).exists() for name in compaction_names(number)):
+            raise
+        return None
 
 
 def read_compaction(run_dir: RunDir, number: int) -> Compaction:
@@ -132,13 +163,26 @@ def find_part(run_dir: RunDir, stem: str, part: Part) -> tuple[Path, Part]:
     return next(there, merged[0] if merged else (first, part))
 
 
+def file_of(run_dir: RunDir, table: str, stem: str) -> Path:
+    """The file of a table that has the rows of a batch now, or those of a merged one. It may have
+    those of others, too, and is missing if there are none."""
+    first = run_dir.part_path(table, stem)
+    merged = [
+        run_dir.part_path(table, one.stem)
+        for compaction in reversed(read_compactions(run_dir))
+        for one in compaction.merged
+        if stem in one.of or stem in one.replaced
+    ]
+    return next((path for path in [first, *merged] if path.exists()), first)
+
+
 def replaced_stems(run_dir: RunDir, parts: list[Path]) -> set[str]:
     """The stems of batches, and of merged parts, whose rows are in merged parts of a list."""
     listed = {stem_of(part) for part in parts}
     found = set[str]()
     for compaction in read_compactions(run_dir):
         if any(one.stem in listed for one in compaction.merged):
-            found |= _replaced(run_dir, compaction.number)
+            found |= _replaced(run_dir, compaction)
     return found
 
 
@@ -204,8 +248,8 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
         place = run_dir.path / RETIRED / str(number)
         if drop_unrecorded(run_dir, number):
             continue
-        merged = {one.stem for one in read_compaction(run_dir, number).merged}
-        replaced = _replaced(run_dir, number)
+        compaction = read_compaction(run_dir, number)
+        merged, replaced = {one.stem for one in compaction.merged}, _replaced(run_dir, compaction)
         for table in TABLES:
             waits = _folder(run_dir, number, table)
             if waits.is_dir() and any(stem_of(p) in merged for p in waits.iterdir()):
@@ -225,9 +269,9 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
     _forget_superseded(run_dir)
 
 
-def _replaced(run_dir: RunDir, number: int) -> set[str]:
+def _replaced(run_dir: RunDir, compaction: Compaction) -> set[str]:
     """The stems of batches, and of merged parts, whose rows are in the parts of a snapshot."""
-    merged = read_compaction(run_dir, number).merged
+    number, merged = compaction.number, compaction.merged
     batches = {stem for one in merged for stem in one.of}
     # Earlier versions did not record the merged ones among these.
     older = [m for c in read_compactions(run_dir) if c.number < number for m in c.merged]

@@ -7,7 +7,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,20 @@ from s3 import KEYS, SIGNED, Proxy, s3_proxy, s3_server
 from hermes_rl.cli import main
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.events import AttemptKey, Begun, Ended
-from hermes_rl.store import append_attempts, compact_run, load_run, open_mirror
+from hermes_rl.store import (
+    Driver,
+    Finished,
+    JournalWriter,
+    OpenOptions,
+    Publisher,
+    append_attempts,
+    compact_run,
+    load_run,
+    open_mirror,
+    open_run,
+)
 from hermes_rl.testing import FakeServer
+from hermes_rl.trajectory import fold
 
 QUICK = ("--workers", "0", "--set", "run.publish_every_s=0.05")
 ROWS = [kit.make_task(number, turns=1) for number in range(4)]
@@ -303,6 +316,94 @@ async def test_merged_files_are_merged_again(proxy: Proxy, url: str, killed: boo
     assert await asyncio.to_thread(main, ["check", url]) == 0
     run = await asyncio.to_thread(load_run, url)
     assert sorted(run.trajectories["unit_id"]) == units
+
+
+@asynccontextmanager
+async def driving(url: str, lease_s: float = 30.0) -> AsyncIterator[tuple[Any, Driver, Any]]:
+    """A driver of a run that merges small files, and what adds a batch for each unit."""
+    mirror = await asyncio.to_thread(open_mirror, url, lease_s)
+    options = OpenOptions(many_files=1, first_epoch=mirror.first_epoch)
+    async with (
+        await open_run(mirror.path, {}, None, options) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        await asyncio.to_thread(mirror.claim, driver.epoch)
+
+        async def add(*numbers: int) -> None:
+            for number in numbers:
+                events = attempt(f"{number}" * 32)
+                await journal.finish(Finished(key=events[0].key, row=fold(events)))
+                await Publisher(journal, commit=driver.commit).drain()
+
+        yield mirror, driver, add
+
+
+async def parts_at(proxy: Proxy, url: str) -> set[str]:
+    return {key for key in await proxy.objects(url) if key.startswith("trajectories/")}
+
+
+async def test_files_are_merged_while_a_run_at_a_url_continues(proxy: Proxy, url: str) -> None:
+    """The merge waits for an upload, and batches are committed meanwhile; an upload fails."""
+    stalled, ends = threading.Event(), threading.Event()
+
+    def stall(method: str, path: str) -> str | None:
+        if method == "PUT" and "/trajectories/" in path:
+            stalled.set()
+            ends.wait(60)
+        return None
+
+    async with driving(url) as (mirror, driver, add):
+        await add(1, 2, 3)
+        proxy.failure = stall
+        uploading = asyncio.create_task(asyncio.to_thread(mirror.sync))
+        assert await asyncio.to_thread(stalled.wait, 60)
+        merging = asyncio.create_task(driver.merge_files(quiet=mirror.quiet))
+        await add(4, 5)
+        await driver.merge_files(quiet=mirror.quiet, ends=lambda: True)  # the workers end
+        assert not uploading.done()
+        assert not merging.done()
+        ends.set()
+        await uploading
+        await merging
+        await asyncio.to_thread(mirror.sync)
+        assert await parts_at(proxy, url) == {f"trajectories/part-1-0-4.{1_000_000}.parquet"}
+        assert len(await rows_at(url)) == 5
+
+        await add(6, 7)
+        proxy.failure = lambda method, path: "403" if path.endswith("-6.parquet") else None
+        with pytest.raises(PermissionError):
+            await asyncio.to_thread(mirror.sync)
+        proxy.failure = lambda method, path: None
+        assert "trajectories/part-1-0-5.parquet" in await parts_at(proxy, url)
+        await driver.merge_files(quiet=mirror.quiet)
+        assert await mirror.finish() == ""
+        mirror.close()
+    assert await parts_at(proxy, url) == {f"trajectories/part-1-0-6.{1_000_001}.parquet"}
+    assert len(await rows_at(url)) == 7
+    assert await asyncio.to_thread(main, ["check", url]) == 0
+
+
+async def test_a_driver_that_was_replaced_merges_into_no_file_of_its_successor(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with driving(url, 0.0) as (mirror, driver, add):
+        await add(1, 2)
+        await driver.merge_files(quiet=mirror.quiet)
+        await add(3, 4)
+        await asyncio.to_thread(mirror.sync)
+        mirror.close()  # it is suspended
+        with monkeypatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+            await compact_after_lease(url)
+        named = await parts_at(proxy, url)
+        await driver.merge_files(quiet=mirror.quiet)
+        with pytest.raises(StoreError, match="was taken over"):
+            await asyncio.to_thread(mirror.sync)
+        assert named < await parts_at(proxy, url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    assert await asyncio.to_thread(main, ["compact", url]) == 0
+    assert await parts_at(proxy, url) == named
+    assert len(await rows_at(url)) == 4
 
 
 async def test_a_driver_shows_that_it_lives_during_a_long_merge(proxy: Proxy, url: str) -> None:
