@@ -153,10 +153,9 @@ class Mirror:
         with self.quiet:
             if self._lost is not None:
                 raise self._lost
-            if self._pending is None:
-                self._pending = self._upload(final)
-            if self._pending is not None:
-                self._log(self._pending)
+            self._log_pending()
+            self._pending = self._upload(final)
+            self._log_pending()
             while self._plain:
                 name = min(self._plain)
                 self._remote.put(name, self._remote.read(self._remote.files[name].object))
@@ -164,7 +163,10 @@ class Mirror:
             self._remote.remove(self._retired)
             self._retired.clear()
 
-    def _log(self, entry: Entry) -> None:
+    def _log_pending(self) -> None:
+        entry = self._pending
+        if entry is None:
+            return
         if not self._remote.append(entry):
             self._ended.set()
             self._lost = self._replaced()

@@ -383,6 +383,21 @@ async def test_files_are_merged_while_a_run_at_a_url_continues(proxy: Proxy, url
     assert await asyncio.to_thread(main, ["check", url]) == 0
 
 
+async def test_the_end_of_a_run_uploads_everything_after_an_entry_that_failed(
+    proxy: Proxy, url: str
+) -> None:
+    async with driving(url) as (mirror, _, add):
+        await add(1)
+        proxy.failure = lambda method, path: "403" if method == "PUT" and ".log/0" in path else None
+        with pytest.raises(PermissionError):
+            await asyncio.to_thread(mirror.sync)
+        await add(2)
+        proxy.failure = lambda method, path: None
+        assert await mirror.finish() == ""
+        mirror.close()
+    assert len(await rows_at(url)) == 2
+
+
 async def test_a_driver_that_was_replaced_merges_into_no_file_of_its_successor(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
