@@ -263,8 +263,8 @@ class Mirror:
         merged = self._merged_stems()
         for table in TABLES:
             for name in self._remote.names(table):
-                ours = stem_of(self.path / name) in merged
-                if f"{table}/{name}" not in self._remote.files and (ours or self._is_old(name)):
+                left = stem_of(self.path / name) in merged or self._is_old(name)
+                if left and f"{table}/{name}" not in self._remote.files:
                     self._remote.remove([f"{table}/{name}"])
 
     def _is_old(self, name: str) -> bool:
