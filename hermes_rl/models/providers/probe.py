@@ -79,7 +79,8 @@ TRIED: dict[Wanted, tuple[Way, ...]] = {
 }
 """The token wires that are tried, in order."""
 
-_CALL_S = 60.0
+CALL_S = 60.0
+"""How long one call may take."""
 _QUESTION = "Answer with one random letter of the alphabet."
 _TOOL = {
     "type": "function",
@@ -468,10 +469,12 @@ class Probe:
         began = time.monotonic()
         answer, error = None, None
         try:
-            async with asyncio.timeout(_CALL_S):
+            async with asyncio.timeout(CALL_S):
                 answer = await ask()
-        except (ModelError, UserError, ValueError, TimeoutError) as failed:
+        except (ModelError, UserError, ValueError) as failed:
             error = failed
+        except TimeoutError:  # a paused engine: it takes requests, and waits
+            error = ModelTimeout(f"no answer within {CALL_S:g} s. Is the engine paused?")
         usage = answer.usage if answer is not None else None
         self._calls.append(
             ProbeCall(

@@ -306,6 +306,14 @@ async def test_wrong_tokenizer_is_detected(tmp_path):
             await search.plan("vllm")
 
 
+async def test_an_engine_that_is_paused_at_the_start_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("hermes_rl.models.providers.probe.CALL_S", 0.05)
+    async with engine_at(tmp_path / "t") as engine:
+        engine.running.pause("keep")
+        with pytest.raises(UserError, match=r"no answer within 0\.05 s\. Is the engine paused"):
+            await search_at(engine).plan("auto")
+
+
 async def test_transient_probe_faults_are_retried_and_lasting_ones_reported(tmp_path):
     passing = FaultPlan(seed=13, rates={"rate_limit": 0.4, "reset": 0.2}, retry_after_s=0.01)
     async with engine_at(tmp_path / "t", faults=passing) as engine:
