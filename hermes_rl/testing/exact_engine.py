@@ -368,9 +368,10 @@ class ExactEngine(Server):
         wire: Wire,
     ) -> None:
         broken, sampled = job.fault in BREAKS, answer.sampled
+        lost = broken or (answer.request.stream and wire.leaves_out(answer))
         served = msgspec.structs.replace(
             job,
-            outcome="cut" if broken else "served",
+            outcome="cut" if lost else "served",
             prompt_ids=answer.prompt,
             sampled_ids=sampled.ids,
             raw_logprobs=sampled.raw,

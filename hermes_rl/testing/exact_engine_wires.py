@@ -194,6 +194,12 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             sent = n
             yield event
 
+    def leaves_out(self, answer: EngineAnswer) -> bool:
+        """Whether a stream lacks some ids of an answer."""
+        if self.name != "llamacpp":
+            return False
+        return sum(1 for _ in self._llamacpp_events(answer, whole=False)) < len(answer.sampled.ids)
+
     def _llamacpp_events(self, answer: EngineAnswer, *, whole: bool) -> Iterator[Json]:
         """Yield an event per token. One that ends within a character has none, and so is lost."""
         text, sampled = getincrementaldecoder("utf-8")("replace"), answer.sampled

@@ -153,6 +153,7 @@ def _error(endpoint: Endpoint, answer: PlainAnswer) -> ModelError:
     return classify_response(answer.status, answer.headers, answer.body, secrets=endpoint.secrets)
 
 
+_SPANS = "choices.0.weight_versions|weight_versions|meta_info.weight_versions"
 _VERSION = "policy_version|weight_version|choices.0.weight_version|meta_info.weight_version"
 """Places of the version of the weights in the answers of engines."""
 
@@ -218,6 +219,8 @@ class Probe:
     """Tokens of a call with ids."""
     _version: str | None = None
     """Of the weights, as the last answer named it."""
+    _spans: bool = False
+    """Whether the last answer names the versions of its tokens."""
 
     async def capabilities(self) -> Capabilities:
         """Find out what the model can do.
@@ -278,6 +281,8 @@ class Probe:
             ask = self._wire_question(way, renderer)
             found = await self._logprobs(way, ask, decisive=True)
             if found is not None:
+                if way == "vllm" and (better := await self._by_versions(renderer)):
+                    way, found = "vllm_generate", better
                 await self._compare_tokenizers(renderer)
                 return TokenPlan(
                     way=way,
@@ -294,6 +299,17 @@ class Probe:
             f"endpoint.tokens={wanted}: {self.endpoint.host} takes no prompt of ids ({errors}). "
             "Use another one, or auto"
         )
+
+    async def _by_versions(self, renderer: Renderer) -> _Logprobs | None:
+        """What vLLM's route for ids returns, if it names the versions of tokens and completions do
+        not, as in vLLM 0.32 with `--enable-scale-out`."""
+        if self._spans:
+            return None
+        ask = self._wire_question("vllm_generate", renderer)
+        await self._call("vllm_generate", partial(ask, 1.0, 1))
+        if not self._spans:
+            return None
+        return await self._logprobs("vllm_generate", ask, decisive=True)
 
     @property
     def _unread(self) -> str | None:
@@ -338,6 +354,7 @@ class Probe:
         named = [answer.headers.get(name) for name in VERSION_HEADERS]
         version = pick(decode_json(answer.body), _VERSION) or next(filter(None, named), None)
         self._version = self._version if version is None else str(version)
+        self._spans = bool(pick(decode_json(answer.body), _SPANS))
         return answer.body
 
     async def _compare_tokenizers(self, renderer: Renderer) -> None:

@@ -68,7 +68,8 @@ async def test_every_token_wire_keeps_ids_through_retries(tmp_path, way):
             assert answer.tokens.prompt_ids == entry.prompt_ids
             assert answer.tokens.completion_ids == entry.sampled_ids
             assert answer.tokens.logprobs_kind == probed.tokens.logprobs != "unknown"
-            assert answer.policy_version == "v3"
+            # A header names the version of llama.cpp's streams: it says nothing about their end.
+            assert answer.policy_version in (("v3", None) if way == "llamacpp" else ("v3",))
         if way == "chat":
             continue  # the server renders the history again: what it makes of it forks or not
         for before, after in pairwise(answers):

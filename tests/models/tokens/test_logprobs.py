@@ -5,6 +5,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 from engines_kit import FREE, ROUTES, WIRES, engine_at, request_of, script, user_turn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -230,8 +232,30 @@ async def test_auto_finds_the_available_route_and_its_logprobs(tmp_path, wire, k
     assert plan.logprobs == ("raw" if kind == "raw" else "sampling")
     assert plan.filtered == (kind == "processed")
     looks = [wire, f"{wire}, T 0.5", *([] if kind == "raw" else [f"{wire}, top_k 2"])]
+    looks += ["vllm_generate"] if wire == "vllm" else []  # whether it names versions of tokens
     assert [call.what for call in plan.calls][-len(looks) - 1 :] == [*looks, "tokenize"]
     assert plan.lines()[0] == f"token ids by {wire}; logprobs: {plan.logprobs}"
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_the_route_of_vllm_that_names_the_versions_of_tokens_is_preferred(tmp_path, named):
+    """vLLM 0.32 names them on its route for ids only, started with `--enable-scale-out`."""
+
+    async def without_versions(request: web.Request) -> web.Response:
+        url, body = engine.base_url.removesuffix("/v1") + request.path, await request.read()
+        async with ClientSession() as session, session.post(url, data=body) as answer:
+            form = await answer.json()
+        for choice in form.get("choices", ()):
+            if not named or "completions" in request.path:
+                choice.pop("weight_versions", None)
+        return web.json_response(form, status=answer.status)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", without_versions)
+    version = {"version": "1", "version_by": "token"}
+    async with engine_at(tmp_path / "t", **version) as engine, TestServer(app) as server:
+        probe = Probe(Endpoint(f"{server.make_url('/v1')}"), "toy", load_renderer(tmp_path / "t"))
+        assert (await probe.plan("auto")).way == ("vllm_generate" if named else "vllm")
 
 
 @pytest.mark.parametrize("spelling", ["vllm", "sglang"])
