@@ -221,8 +221,13 @@ async def many_timeouts_leave_nothing(backend: SandboxBackend, rounds: int = MAN
         for _ in range(rounds):
             assert (await sh(sandbox, forks, timeout_s=0.05)).timed_out
         await expect(sandbox, count, "0\n")
-        if int(before) < _FEW:
-            await expect(sandbox, number, before)
+        if int(before) < _FEW:  # ended processes may wait for a moment on a busy machine
+            again = f"[ $# -gt {int(before)} ] && [ $((n += 1)) -lt 50 ]"
+            await expect(
+                sandbox,
+                f"n=0; while set -- /proc/[0-9]*; {again}; do sleep 0.1; done; echo $#",
+                before,
+            )
 
 
 async def cancelled_commands_end(backend: SandboxBackend) -> None:
