@@ -334,7 +334,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     Source: McNemar, Psychometrika 12 (1947), 153-157, with the two-sided binomial distribution.
     """
     number, less = only_a + only_b, min(only_a, only_b)
-    if number > _SUMMED_PAIRS:  # sums of such binomials take hours
+    if number > _SUMMED_PAIRS:  # sums of such binomials take many minutes
         return min(1.0, 2 * _incomplete_beta(0.5, number - less, less + 1))
     tail = sum(math.comb(number, i) for i in range(less + 1)) / 2**number
     return min(1.0, 2 * float(tail))

@@ -80,7 +80,7 @@ TRIED: dict[Wanted, tuple[Way, ...]] = {
 """The token wires that are tried, in order."""
 
 CALL_S = 60.0
-"""How long one call may take."""
+"""How long one call may take, in seconds."""
 _QUESTION = "Answer with one random letter of the alphabet."
 _TOOL = {
     "type": "function",
@@ -153,9 +153,10 @@ def _error(endpoint: Endpoint, answer: PlainAnswer) -> ModelError:
     return classify_response(answer.status, answer.headers, answer.body, secrets=endpoint.secrets)
 
 
-_SPANS = "choices.0.weight_versions|weight_versions|meta_info.weight_versions"
 _VERSION = "policy_version|weight_version|choices.0.weight_version|meta_info.weight_version"
 """Places of the version of the weights in the answers of engines."""
+_SPANS = "choices.0.weight_versions|weight_versions|meta_info.weight_versions"
+"""Places of the versions of the tokens."""
 
 
 async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> PlainAnswer:
@@ -352,9 +353,10 @@ class Probe:
     def _body(self, answer: PlainAnswer) -> bytes:
         """Return the body of an answer, and note the version of the weights that it names."""
         named = [answer.headers.get(name) for name in VERSION_HEADERS]
-        version = pick(decode_json(answer.body), _VERSION) or next(filter(None, named), None)
+        form = decode_json(answer.body)
+        version = pick(form, _VERSION) or next(filter(None, named), None)
         self._version = self._version if version is None else str(version)
-        self._spans = bool(pick(decode_json(answer.body), _SPANS))
+        self._spans = bool(pick(form, _SPANS))
         return answer.body
 
     async def _compare_tokenizers(self, renderer: Renderer) -> None:
