@@ -164,8 +164,12 @@ class _Scoring:
             data["reference answer"] = options["target"]
         data["answer to judge"] = self.answer.text
         query = partial(Judge.verdict, choices=tuple(scores))
-        async with asyncio.TaskGroup() as group:
-            asking = [group.create_task(query(judge, options["rubric"], data)) for judge in judges]
+        rubric = options["rubric"]
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(query(judge, rubric, data)) for judge in judges]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors  # what a caller can tell apart
         verdicts = [done.result() for done in asking]
         counts = Counter(verdict.choice for verdict in verdicts)
         most = max(counts.values())

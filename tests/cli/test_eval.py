@@ -1,7 +1,9 @@
 """`hermes-rl eval`: benchmarks and datasets over a real endpoint, compared, forecast, rescored."""
 
+import asyncio
 import gzip
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +14,9 @@ import pytest
 from cli_runner import COMMAND, run_cli, run_process, write_rows
 
 from hermes_rl.evals import BENCHMARKS, load_benchmark
+from hermes_rl.messages import text_of
 from hermes_rl.store import load_run
+from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
 
 
 def question(number: int, answer: str, latency_s: float = 0.0) -> dict[str, Any]:
@@ -142,20 +146,25 @@ def test_a_killed_evaluation_stops_at_the_same_interval(tmp_path: Path, base_url
     assert 30 <= of_kept["tasks"] < 120
 
 
-def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path, base_url: str) -> None:
-    verdict = json.dumps({"reason": "It is.", "verdict": "yes"})
+async def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path) -> None:
+    def judge(request: ServedRequest) -> str:
+        (key,) = re.findall(r'"(verdict\w+)": V', text_of(request.messages[0]))
+        return json.dumps({"reason": "It is.", key: "yes"})
+
+    plays: dict[str, Any] = {"a": lambda _: '{"verdict": "yes", "reason": "It is."}'}
     rows: list[dict[str, Any]] = [
         {
             "id": f"j{n}",
-            "prompt": f"Be kind {n}.\nSCRIPT: {json.dumps([verdict])}",
+            "prompt": f"Be kind {n}.",
             "score": {"type": "judge", "rubric": "Is it kind?"},
         }
         for n in range(3)
     ]
     write_rows(tmp_path / "kind.jsonl", *rows)
-    where = ("--base-url", base_url, "--workers", "0", "--toolsets", "none")
-    command = ("eval", "kind.jsonl", "--model", "a", "--judge", "critic", "--repeats", "2", *where)
-    judged = run_cli(*command, cwd=tmp_path)
+    command = ("eval", "kind.jsonl", "--model", "a", "--judge", "critic", "--repeats", "2")
+    async with FakeServer(FakeConfig(plays={**plays, "critic": judge})) as server:
+        where = ("--base-url", server.base_url, "--workers", "0", "--toolsets", "none")
+        judged = await asyncio.to_thread(run_cli, *command, *where, cwd=tmp_path)
     assert judged.code == 0, judged.err
     assert "a: solved 100%" in judged.out
     calls = load_run(tmp_path / "runs/eval-kind/a").calls
@@ -165,7 +174,8 @@ def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path, base_url: st
     for row in rows:
         row["score"] = {"type": "json", "fields": {"verdict": "yes", "reason": "no"}}
     write_rows(tmp_path / "kind.jsonl", *rows)
-    rescored = run_cli("eval", "kind.jsonl", "--rescore", "runs/eval-kind/a", cwd=tmp_path)
+    again = ("eval", "kind.jsonl", "--rescore", "runs/eval-kind/a")
+    rescored = await asyncio.to_thread(run_cli, *again, cwd=tmp_path)
     assert rescored.code == 0, rescored.err
     assert "a-rescored: solved 0%" in rescored.out
     run = load_run(tmp_path / "runs/eval-kind/a-rescored")

@@ -116,12 +116,14 @@ async def test_a_refused_judge_stops_the_run_which_can_be_resumed(lab: Lab) -> N
 
 @given(st.dictionaries(st.text(max_size=10), st.text(max_size=200), max_size=3))
 def test_judged_text_cannot_contain_its_fence(data: dict[str, str]) -> None:
-    system, prompt = judge_prompt("Is it?", data, ("yes", "no"))
+    system, prompt, key = judge_prompt("Is it?", data, ("yes", "no"))
     mark = next(word for word in system.split() if word.startswith("==")).rstrip(".")
     assert len(mark) == 18
     assert not any(mark in text for text in data.values())
     assert prompt.count(mark) == 2 * len(data)
-    assert (system, prompt) == judge_prompt("Is it?", data, ("yes", "no"))
+    assert not any(key in text for text in data.values())
+    assert f'"{key}": V' in system
+    assert (system, prompt, key) == judge_prompt("Is it?", data, ("yes", "no"))
 
 
 @given(st.text(max_size=80))
