@@ -86,7 +86,8 @@ async def clients_find_the_proxy_by_themselves(backend: SandboxBackend) -> None:
             assert allowed == "localhost,::1\nhttp://127.0.0.1:3128 [0]"
     by_port = {one.port: one for one in noted}  # they are noted as they end, in either order
     outcomes = {port: one.outcome for port, one in by_port.items()}
-    assert len(noted) == 2 and outcomes == {good: "allowed", trap: "refused"}, noted
+    assert len(noted) == 2, noted
+    assert outcomes == {good: "allowed", trap: "refused"}
     assert by_port[good].received_bytes > 0 < by_port[good].sent_bytes
 
 
