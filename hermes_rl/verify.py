@@ -143,7 +143,7 @@ class _Scoring:
                 "messages": [json.loads(message) for message in self.answer.messages()],
                 "metadata": task.metadata if task else {},
             }
-        return await self.context.scorer_process.score(kind, options, text, row)
+        return await self.context.scorer_pool.score(kind, options, text, row)
 
     async def _code(self, options: Mapping[str, Any]) -> Score:
         tests = code_tests(options, self.answer.text)

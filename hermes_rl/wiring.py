@@ -84,7 +84,7 @@ from hermes_rl.models.tokens import TokenPlan, with_explicit_filters
 from hermes_rl.models.wire import supported_sampling
 from hermes_rl.ports import Recorder, WorkItem
 from hermes_rl.sandboxes import Sandbox, SandboxBackend, SandboxSpec
-from hermes_rl.scorers import ScorerProcess
+from hermes_rl.scorers import ScorerPool
 from hermes_rl.setups import Setups
 from hermes_rl.tasks import Task
 from hermes_rl.telemetry import Telemetry, open_telemetry
@@ -152,8 +152,8 @@ class RunContext:
     """Of the run's plugins; None where there are none."""
     telemetry: Telemetry | None = None
     """Takes the events of each rollout that has ended; None makes no spans."""
-    scorer_processes: list[ScorerProcess] = field(default_factory=list)
-    """For scorers that may take any time: one, once it is needed."""
+    scorer_pools: list[ScorerPool] = field(default_factory=list)
+    """For scorers that may take any time: one pool, once it is needed."""
     services: Services = field(default_factory=Services)
     """What tools of the agent itself work with."""
     first_memory: Mapping[str, list[str]] = field(default_factory=dict)
@@ -303,11 +303,11 @@ class RunContext:
         return self._digests[image] if image is not None else None
 
     @property
-    def scorer_process(self) -> ScorerProcess:
-        """The process for scorers that may take any time."""
-        if not self.scorer_processes:
-            self.scorer_processes.append(ScorerProcess())
-        return self.scorer_processes[0]
+    def scorer_pool(self) -> ScorerPool:
+        """The processes for scorers that may take any time."""
+        if not self.scorer_pools:
+            self.scorer_pools.append(ScorerPool())
+        return self.scorer_pools[0]
 
     def scrub(self, text: str) -> str:
         """A text without secrets of this process."""
@@ -384,8 +384,8 @@ async def open_run_context(
             context_parts(config.agent.context, None)  # an engine that does not exist: say so now
         backend = backend_of(config, state_dir)
         stack.push_async_callback(backend.aclose)
-        scorer_processes: list[ScorerProcess] = []
-        stack.push_async_callback(_close_all, scorer_processes)
+        scorer_pools: list[ScorerPool] = []
+        stack.push_async_callback(_close_all, scorer_pools)
         held = await asyncio.to_thread(collect_keys, config) if keys is None else keys
         keyring = Keys.renewed_by(config.endpoint.key_commands, held)
         config = await with_offers(config, held, backend)
@@ -410,7 +410,7 @@ async def open_run_context(
             hooks=await asyncio.to_thread(_hooks, config) if config.agent.plugins else None,
             telemetry=await _telemetry(config, stack) if config.run.otel != "off" else None,
             others=_open_others(config, stack, keyring, together),
-            scorer_processes=scorer_processes,
+            scorer_pools=scorer_pools,
             services=services_of(config.agent),
             first_memory=first_memory(config.agent),
             mcp_tools=mcp_tools(config.mcp, held, shared) if config.mcp else {},
@@ -448,9 +448,9 @@ async def with_offers(
     return config.model_copy(update={"mcp": servers})
 
 
-async def _close_all(processes: Sequence[ScorerProcess]) -> None:
-    for process in processes:
-        await process.aclose()
+async def _close_all(pools: Sequence[ScorerPool]) -> None:
+    for pool in pools:
+        await pool.aclose()
 
 
 async def _telemetry(config: RunConfig, stack: AsyncExitStack) -> Telemetry | None:

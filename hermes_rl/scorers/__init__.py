@@ -3,7 +3,7 @@
 from hermes_rl.scorers.answers import READERS, Score
 from hermes_rl.scorers.code import code_tests, extract_code
 from hermes_rl.scorers.isolated import CHILD, function_place
-from hermes_rl.scorers.process import ScorerProcess
+from hermes_rl.scorers.process import ScorerPool
 from hermes_rl.scorers.spec import OPTIONS, Scorer, parse_scores
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "READERS",
     "Score",
     "Scorer",
-    "ScorerProcess",
+    "ScorerPool",
     "code_tests",
     "extract_code",
     "function_place",

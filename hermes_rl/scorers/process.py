@@ -1,4 +1,4 @@
-"""The parent's side of `isolated`: one child process, started when it is first needed."""
+"""The parent's side of `isolated`: a few child processes, started when they are first needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from hermes_rl.errors import VerifierFault
@@ -15,11 +16,11 @@ from hermes_rl.scorers.isolated import CPU_S
 
 WALL_S = 600.0
 """Real time of one request: a function may wait, but not for ever."""
-_TRIES = 2
-"""A child that dies without using up its time is started again so often in all."""
+MOST = 4
+"""Children at once: an answer that uses up its time delays others only if as many do so."""
 
 
-class ScorerProcess:
+class ScorerPool:
     """Runs scorers that may take any time or crash.
 
     Args:
@@ -28,8 +29,8 @@ class ScorerProcess:
 
     def __init__(self, cpu_s: float = CPU_S) -> None:
         self._cpu_s = cpu_s
-        self._child: asyncio.subprocess.Process | None = None
-        self._one = asyncio.Lock()
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._places = asyncio.Semaphore(MOST)
 
     async def score(
         self,
@@ -50,21 +51,12 @@ class ScorerProcess:
             "cpu_s": self._cpu_s,
         }
         line = json.dumps(request).encode() + b"\n"
-        reply = b""
-        async with self._one:
-            for _ in range(_TRIES):
-                try:
-                    async with asyncio.timeout(WALL_S):
-                        reply = await self._ask(line)
-                except TimeoutError:
-                    await self.aclose()
-                    raise VerifierFault(f"{kind}: no score within {WALL_S:g} s") from None
-                except asyncio.CancelledError:
-                    await self.aclose()  # its reply would be taken for the next one's
-                    raise
+        async with self._places:
+            idle = [self._idle.pop()] if self._idle else []
+            for child in (*idle, None, None):  # what ends it twice is the answer
+                reply, code = await self._ask(child or await _start(), kind, line)
                 if reply:
                     break
-                code = await self._ended()
                 if code == -27:  # SIGPROF
                     return Score(0.0, f"{kind} took more than {self._cpu_s:g} s of CPU time")
         if not reply:
@@ -74,35 +66,49 @@ class ScorerProcess:
             raise VerifierFault(f"scorer {kind}: {result['fault']}")
         return Score(**result)
 
-    async def _ask(self, line: bytes) -> bytes:
-        """One reply; empty when the child ended instead."""
-        if self._child is None:
-            self._child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                "from hermes_rl.scorers.isolated import main; main()",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # What this process can import, its child can.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
+    async def _ask(
+        self, child: asyncio.subprocess.Process, kind: str, line: bytes
+    ) -> tuple[bytes, int]:
+        """One reply; empty, with the exit code, when the child ended instead."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        reply = b""
         try:
-            self._child.stdin.write(line)
-            await self._child.stdin.drain()
-            return await self._child.stdout.readline()
-        except (BrokenPipeError, ConnectionResetError):
-            return b""
-
-    async def _ended(self) -> int:
-        assert self._child is not None
-        child, self._child = self._child, None
-        return await child.wait()
+            async with asyncio.timeout(WALL_S):
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    child.stdin.write(line)
+                    await child.stdin.drain()
+                    reply = await child.stdout.readline()
+                if reply.endswith(b"\n"):
+                    self._idle.append(child)
+                    return reply, 0
+                return b"", await child.wait()
+        except TimeoutError:
+            await _end(child)
+            raise VerifierFault(f"{kind}: no score within {WALL_S:g} s") from None
+        except asyncio.CancelledError:
+            await asyncio.shield(_end(child))  # its reply would be taken for the next one's
+            raise
 
     async def aclose(self) -> None:
-        """End the child."""
-        if self._child is not None:
-            if self._child.returncode is None:
-                self._child.kill()
-            await asyncio.shield(self._ended())
+        """End the children."""
+        while self._idle:
+            await asyncio.shield(_end(self._idle.pop()))
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from hermes_rl.scorers.isolated import main; main()",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        # What this process can import, its child can.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+
+
+async def _end(child: asyncio.subprocess.Process) -> int:
+    if child.returncode is None:
+        child.kill()
+    return await child.wait()

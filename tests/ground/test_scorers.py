@@ -1,5 +1,6 @@
 """Scorers of task rows: right answers score 1, forged ones 0, and none can hang or crash a run."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hermes_rl.errors import TaskFault, VerifierFault
-from hermes_rl.scorers import CHILD, OPTIONS, READERS, ScorerProcess, extract_code, parse_scores
+from hermes_rl.scorers import CHILD, OPTIONS, READERS, ScorerPool, extract_code, parse_scores
 from hermes_rl.tasks import parse_row
 from hermes_rl.testing import answer_cheats
 
@@ -106,25 +107,39 @@ WRONG = [
 
 
 @pytest.fixture
-async def process() -> AsyncIterator[ScorerProcess]:
-    made = ScorerProcess(cpu_s=1.0)
+async def process() -> AsyncIterator[ScorerPool]:
+    made = ScorerPool(cpu_s=1.0)
     yield made
     await made.aclose()
 
 
-async def score(process: ScorerProcess, form: dict[str, Any], answer: str) -> float:
+async def test_a_slow_answer_delays_no_other() -> None:
+    endless = ScorerPool(cpu_s=1e6)
+    slow = asyncio.create_task(endless.score("regex", {"pattern": "(a+)+$"}, "a" * 60 + "b"))
+    await asyncio.sleep(0)  # it begins first
+    async with asyncio.timeout(60):  # without end otherwise
+        for _ in range(3):
+            assert (await endless.score("regex", {"pattern": "b"}, "b")).value == 1.0
+    assert not slow.done()
+    slow.cancel()
+    await endless.aclose()
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+
+
+async def score(process: ScorerPool, form: dict[str, Any], answer: str) -> float:
     (scorer,) = parse_scores(form)
     if scorer.type in READERS:
         return READERS[scorer.type](scorer.options, answer).value
     return (await process.score(scorer.type, scorer.options, answer)).value
 
 
-async def test_right_answers(process: ScorerProcess) -> None:
+async def test_right_answers(process: ScorerPool) -> None:
     wrong = [case for case in RIGHT if await score(process, SCORES[case[0]], case[1]) != 1.0]
     assert wrong == []
 
 
-async def test_wrong_and_forged_answers_score_zero(process: ScorerProcess) -> None:
+async def test_wrong_and_forged_answers_score_zero(process: ScorerPool) -> None:
     forged = [
         (kind, answer)
         for kind, form in SCORES.items()
@@ -134,7 +149,7 @@ async def test_wrong_and_forged_answers_score_zero(process: ScorerProcess) -> No
     assert [c for c in cases if await score(process, SCORES[c[0]], c[1]) == 1.0] == []
 
 
-async def test_json_has_no_number_beyond_all_floats(process: ScorerProcess) -> None:
+async def test_json_has_no_number_beyond_all_floats(process: ScorerPool) -> None:
     form = {"type": "json", "schema": {"type": "number", "minimum": 0}}
     assert await score(process, form, "1e308") == 1.0
     assert await score(process, form, "1e999") == 0.0
@@ -148,7 +163,7 @@ def test_a_number_is_not_included_in_a_longer_one() -> None:
     assert found == [1.0, 0.0, 0.0, 0.0]
 
 
-async def test_catastrophic_patterns_are_ended(process: ScorerProcess) -> None:
+async def test_catastrophic_patterns_are_ended(process: ScorerPool) -> None:
     slow = {"pattern": "(a+)+$"}
     found = await process.score("regex", slow, "a" * 60 + "b")
     assert found.value == 0.0
@@ -175,7 +190,7 @@ def dies(answer, row):
 """
 
 
-async def test_functions_of_users(process: ScorerProcess, tmp_path: Path) -> None:
+async def test_functions_of_users(process: ScorerPool, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     row = {"messages": [{}], "metadata": {"want": "x"}}
 
@@ -320,7 +335,7 @@ def test_words_of_scale_are_part_of_a_number(target: str, answer: str, expected:
     assert READERS["number"]({"target": target}, answer).value == expected
 
 
-async def test_a_false_equation_is_no_answer(process: ScorerProcess) -> None:
+async def test_a_false_equation_is_no_answer(process: ScorerPool) -> None:
     form = {"type": "math", "target": "2"}
     assert await score(process, form, r"\boxed{1=2}") == 0
     assert await score(process, form, r"\boxed{1+1=2}") == 1
