@@ -23,7 +23,18 @@ from hermes_rl.errors import HermesError, UserError
 from hermes_rl.input_errors import did_you_mean, nearest, nearest_file
 from hermes_rl.task_folders import read_rows as read_task_folders
 from hermes_rl.task_folders import task_folders
-from hermes_rl.tasks import Columns, LazyRow, RawRow, TaskRow, decoded, lazy_rows, renamed, task_row
+from hermes_rl.tasks import (
+    Columns,
+    DuplicateKey,
+    LazyRow,
+    RawRow,
+    TaskRow,
+    decoded,
+    lazy_rows,
+    renamed,
+    task_row,
+    unique_keys,
+)
 
 RUNS = "runs"
 """The folder of run directories, unless `--out` names another."""
@@ -80,15 +91,18 @@ def mapped_rows(
     *,
     columns: Columns | None = None,
     limit: int | None = None,
+    skip_unreadable: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """The unparsed rows with mapped names, without unreadable ones.
+    """The unparsed rows with mapped names.
 
-    Raises: UserError, as `read_tasks`.
+    Raises: UserError, as `read_tasks`; also for a row that cannot be read.
     """
-    for raw, _ in _rows(dataset, columns, limit):
+    for raw, place in _rows(dataset, columns, limit):
         row = decoded(raw) if isinstance(raw, bytes) else raw
         if not isinstance(row, str):
             yield renamed(row, columns or {})
+        elif not skip_unreadable:
+            raise UserError(f"{place}: {row}")
 
 
 def _rows(
@@ -215,7 +229,9 @@ def _jsonl(path: Path) -> Source:
 def _json(path: Path) -> Source:
     try:
         with _binary(path) as file:
-            data = json.loads(file.read())
+            data = json.loads(file.read(), object_pairs_hook=unique_keys)
+    except DuplicateKey as error:
+        raise UserError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not valid JSON: {error}. For one object a line use .jsonl"

@@ -410,10 +410,26 @@ def _limits(value: Any) -> dict[str, float]:
 def decoded(line: bytes) -> dict[str, Any] | str:
     """The row in a line of JSON, or the error."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=unique_keys)
+    except DuplicateKey as error:
+        return str(error)
     except (ValueError, RecursionError) as error:
         return f"not valid JSON: {error}"
     return row if isinstance(row, dict) else "a row must be a JSON object"
+
+
+class DuplicateKey(ValueError):
+    """An object of a row has a key twice: a reader would silently drop one of the values."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises: DuplicateKey."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in made if names.count(name) > 1)
+        raise DuplicateKey(f"duplicate key {repeated!r}. Remove one of the two")
+    return made
 
 
 def renamed(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
@@ -436,8 +452,9 @@ def task_row(raw: RawRow, index: int, place: str, columns: Columns) -> TaskRow:
     """A task from a row of a source; never raises for a bad row."""
     row = decoded(raw) if isinstance(raw, bytes) else raw
     if isinstance(row, str):
-        fake = digest({"bad row": row, "place": place})
-        return TaskRow(index=index, place=place, task_hash=fake, error=row, raw_id=fake[:12])
+        found = _quick_identity(raw, columns)  # of an object with a duplicate key
+        name = found[0] if found else digest({"bad row": row, "place": place})
+        return TaskRow(index=index, place=place, task_hash=name, error=row, raw_id=name[:12])
     return parse_row(renamed(row, columns), index, place)
 
 

@@ -169,7 +169,7 @@ class _Scoring:
             async with asyncio.TaskGroup() as group:
                 asking = [group.create_task(query(judge, rubric, data)) for judge in judges]
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors  # what a caller can tell apart
+            raise errors.exceptions[0] from errors  # callers distinguish these
         verdicts = [done.result() for done in asking]
         counts = Counter(verdict.choice for verdict in verdicts)
         most = max(counts.values())

@@ -10,14 +10,16 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hermes_rl.aio import run_sync
 from hermes_rl.config import parse_config
 from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.scorers import ScorerPool, formula
 from hermes_rl.sources import mapped_rows
 from hermes_rl.tasks import Task, TaskRow, Verify
 from hermes_rl.testing import BUNDLES, CHEATS, answer_cheats, bundle
@@ -54,17 +56,24 @@ def inspect_rows(rows: Iterable[TaskRow]) -> Findings:
     ids: dict[str, tuple[bytes, str]] = {}
     faults: list[tuple[int, str]] = []
     kept: list[tuple[int, str, str, str]] = []
+    formulas: dict[str, list[tuple[int, str]]] = {}
     for row in rows:
         _count(row, found, seen, faults)
         faults += [(row.index, fault) for fault in find_duplicate_id(row, ids)]
         faults += [(row.index, f"{row.place}: {fault}") for fault in find_unknown_tools(row.task)]
         faults += [(row.index, f"{row.place}: {fault}") for fault in find_absent_extras(row.task)]
         faults += [(row.index, f"{row.place}: {fault}") for fault in find_missing_tools(row.task)]
+        for scorer in row.task.score if row.task else ():
+            if scorer.type == "math":
+                formulas.setdefault(scorer.options["target"], []).append((row.index, row.place))
         kept += [(row.index, row.place, name, script) for name, script in scripts(row.task)]
         if len(kept) >= _SCRIPTS_AT_ONCE:
             faults += _script_faults(kept)
             kept.clear()
     faults += _script_faults(kept)
+    for target in run_sync(find_bad_formulas(formulas)):
+        why = f"the target {target[:80]!r} of 'score' (math) is not an expression that can be read"
+        faults += [(index, f"{place}: {why}") for index, place in formulas[target]]
     found.faults = [text for _, text in sorted(faults, key=lambda fault: fault[0])]
     return found
 
@@ -134,6 +143,23 @@ def find_absent_extras(task: Task | None) -> Iterator[str]:
     needed = task is not None and any(scorer.type == "math" for scorer in task.score)
     if needed and importlib.util.find_spec("math_verify") is None:
         yield "'score' of type math needs a package: pip install 'hermes-rl[eval]'"
+
+
+async def find_bad_formulas(targets: Collection[str]) -> list[str]:
+    """Targets of `math` that no answer reaches: as answers to themselves they are wrong."""
+    if not targets or importlib.util.find_spec("math_verify") is None:
+        return []
+    pool = ScorerPool()
+    try:
+        return [
+            target
+            for target in targets
+            if not (
+                await pool.score("math", {"target": target}, f"\\boxed{{{formula(target)}}}")
+            ).value
+        ]
+    finally:
+        await pool.aclose()
 
 
 def _script_faults(kept: Iterable[tuple[int, str, str, str]]) -> Iterator[tuple[int, str]]:
@@ -280,7 +306,7 @@ def play_all(
     """
     rows = [
         row
-        for row in mapped_rows(dataset, columns=columns, limit=limit)
+        for row in mapped_rows(dataset, columns=columns, limit=limit, skip_unreadable=True)
         if (row.get("verify") is not None or row.get("score") is not None) and not _is_judged(row)
     ]
     _build_images(dataset, limit, str(sandbox.get("backend", "")))

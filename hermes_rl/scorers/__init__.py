@@ -2,7 +2,7 @@
 
 from hermes_rl.scorers.answers import READERS, Score
 from hermes_rl.scorers.code import code_tests, extract_code
-from hermes_rl.scorers.isolated import CHILD, function_place
+from hermes_rl.scorers.isolated import CHILD, formula, function_place
 from hermes_rl.scorers.process import ScorerPool
 from hermes_rl.scorers.spec import OPTIONS, Scorer, parse_scores
 
@@ -15,6 +15,7 @@ __all__ = [
     "ScorerPool",
     "code_tests",
     "extract_code",
+    "formula",
     "function_place",
     "parse_scores",
 ]

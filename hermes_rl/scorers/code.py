@@ -93,6 +93,13 @@ def code_tests(options: Mapping[str, Any], answer: str) -> CodeTests | None:
     return CodeTests(_SCRIPT, files, float(options.get("timeout_s", DEFAULT_TIMEOUT_S)))
 
 
+def uses_answer(options: Mapping[str, Any]) -> bool:
+    """Whether the tests, or their setup, name anything that an answer defines."""
+    setup, tests = options.get("setup", ""), options["tests"]
+    names = options.get("functions") or _called(setup, tests)
+    return any(name in f"{setup}\n{tests}" for name in names)
+
+
 def _called(setup: str, tests: str) -> list[str]:
     """Names that tests use and neither they, the setup nor Python define."""
     used = {n.id for n in ast.walk(ast.parse(tests)) if isinstance(n, ast.Name)}

@@ -137,7 +137,7 @@ def _at(value: Any, path: str) -> Any:
 
 def mathematics(options: Mapping[str, Any], answer: str) -> Score:
     """The expression that the answer commits itself to equals the target (package math-verify)."""
-    target = (commitments(options["target"]) or [options["target"]])[-1]
+    target = formula(options["target"])
     stated = commitments(answer) or [answer.strip().splitlines()[-1] if answer.strip() else ""]
     stated = [_formula(one) for one in stated]
     values = [_expression(one) for one in dict.fromkeys(stated)]
@@ -148,6 +148,11 @@ def mathematics(options: Mapping[str, Any], answer: str) -> Score:
     if _is_false(values[0][0]):
         return Score(0.0, f"a false equation: {stated[0][:80]!r}")
     return scored(_equal(_expression(target), values[0]), f"answer {stated[0][:80]!r}")
+
+
+def formula(target: str) -> str:
+    """The expression of a target, which may be a whole solution."""
+    return (commitments(target) or [target])[-1]
 
 
 def _formula(text: str) -> str:

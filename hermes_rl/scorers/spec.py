@@ -10,6 +10,7 @@ import msgspec
 
 from hermes_rl.errors import TaskFault
 from hermes_rl.scorers.answers import MAX_CHOICES
+from hermes_rl.scorers.code import uses_answer
 
 MAX_NUMBER = 1e100
 
@@ -228,6 +229,8 @@ def _check_together(kind: str, options: Mapping[str, Any], where: str) -> None:
     """Check options that depend on each other."""
     from hermes_rl.scorers.answers import letter_of
 
+    if kind == "code" and not uses_answer(options):
+        raise TaskFault(f"'{where}.tests' do not use the answer: any code would pass them")
     if kind == "json" and not options:
         raise TaskFault(f"'{where}' (json) needs 'schema', 'fields' or 'target'")
     if kind == "choice" and letter_of(options["target"], options.get("choices", ())) is None:

@@ -16,6 +16,9 @@ from hermes_rl.tasks import lazy_rows
 
 GOLDEN = {
     r'{"prompt": "p"}': "4b3f025124f2bcf3b1631fdfd45d9e593332f876d6d84aa8db7bf31564b7355d",
+    r'{"prompt": "q", "prompt": "p"}': (
+        "4b3f025124f2bcf3b1631fdfd45d9e593332f876d6d84aa8db7bf31564b7355d"
+    ),
     r'{"prompt": "p", "id": 7, "level": 2.0, "weight": 0.1, "tiny": 1e-07, "huge": 1e22, '
     r'"none": null}': "593bd75fe8b2226fbe89e7bf18d468ed039dddfc84e9e5d414b720c90bb3f51c",
     r'{"verify": {"script": "true", "timeout_s": 1.50, "files": {"a": "b"}}, "prompt": '
