@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase as fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ LEAST_TASKS = 30
 
 _ABSENT = ("dataset", "model", "out", "pilot", "limit", "dry_run")
 _EVAL = run.load_options("eval")
+_FOR_ROWS = {"--sample-id": "sample_ids", "--group-by": "group_by"}
 _OF_ENV = {k: v for k, v in run.load_options("env").items() if k in ("split", "env_seed", "user")}
 _RUN = {k: v for k, v in run.OPTIONS.items() if k not in (*_ABSENT, *_EVAL)}
 OPTIONS = {**_EVAL, **_OF_ENV, **_RUN}
@@ -53,6 +55,8 @@ class _Evaluation:
     """Other figures of the benchmark, of its graded trajectories."""
     prefix: str = ""
     """Of its files: a rescore leaves those of the evaluation alone."""
+    group_by: str | None = None
+    """Column of the rows."""
     is_env: bool = False
     """Whether it is an environment."""
     configs: dict[str, RunConfig] = field(default_factory=dict)
@@ -132,7 +136,7 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
         raise UserError(f"--split, --env-seed and --user are for environments; {target} is none")
     name = file_name(Path(target).stem) + ("-tools" if values["calls"] == "tools" else "")
     root = Path(values["out"] or f"runs/eval-{name}")
-    evaluation = _Evaluation(name, root, 0)
+    evaluation = _Evaluation(name, root, 0, group_by=values["group_by"])
     folder = Path(target) if _holds_tasks(Path(target)) else None
     if target in BENCHMARKS:
         rows, folder = _benchmark(evaluation, values, data)
@@ -141,6 +145,7 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
         _check_rows(target, rows)
     if folder is not None:
         return _of_folder(evaluation, folder, values, data)
+    rows = _select(rows, values["sample_ids"], values["group_by"])
     if values["rescore"]:
         evaluation.prefix = f"{Path(values['rescore']).resolve().name}-rescored."
         rows = _with_stored_answers(rows, Path(values["rescore"]))
@@ -154,6 +159,29 @@ def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     set_key(data, "dataset.path", str(path))
     evaluation.tasks = len(chosen)
     return evaluation
+
+
+def _select(
+    rows: list[dict[str, Any]], patterns: list[str] | None, column: str | None
+) -> list[dict[str, Any]]:
+    """The rows with these ids. Raises: UserError for an id or a column that is not there."""
+    from hermes_rl.tasks import FIELDS
+
+    chosen: dict[int, dict[str, Any]] = {}
+    for pattern in patterns or ():
+        named = ((number, row, str(row.get("id", ""))) for number, row in enumerate(rows))
+        found = {n: row for n, row, name in named if name == pattern or fnmatch(name, pattern)}
+        if not found:
+            raise UserError(f"--sample-id {pattern}: no row has such an id. Use * for any text")
+        chosen |= found
+    rows = [chosen[number] for number in sorted(chosen)] if patterns else rows
+    absent = [row for row in rows if column and (column in FIELDS or row.get(column) is None)]
+    if absent:
+        raise UserError(
+            f"--group-by {column}: {len(absent)} of {len(rows)} rows have no such column of their "
+            f"own (first: {str(absent[0].get('id'))!r}; it has {', '.join(absent[0])})"
+        )
+    return rows
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
@@ -199,6 +227,8 @@ def _of_folder(
 
     if values["rescore"]:
         raise UserError("--rescore judges answers, not workspaces. Use env regrade for it")
+    if option := next((name for name, key in _FOR_ROWS.items() if values[key]), None):
+        raise UserError(f"{option} is for rows of a dataset, and {folder} holds task folders")
     rows = islice(read_rows(str(folder)), values["limit"])
     tasks = [json.dumps({"task_hash": row.task_hash}) + "\n" for row in rows]
     evaluation.tasks = len(tasks)
@@ -225,7 +255,8 @@ def _environment(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
     from hermes_rl.rl import env_rows, settle_env
 
     target, limit = values["target"], values["limit"]
-    for option, key in (("--data", "data"), ("--map", "columns"), ("--rescore", "rescore")):
+    for_rows = {"--data": "data", "--map": "columns", "--rescore": "rescore", **_FOR_ROWS}
+    for option, key in for_rows.items():
         if values[key]:
             fix = "Use hermes-rl env regrade" if key == "rescore" else "Leave it out"
             raise UserError(f"{option} is for datasets, and {target} is an environment. {fix}")
@@ -372,11 +403,37 @@ def _summaries(evaluation: _Evaluation, size: int) -> tuple[list[Summary], list[
     from hermes_rl.evals import compare_all, summary
     from hermes_rl.store import load_run
 
-    tasks = frozenset(_task_hashes(evaluation)[:size]) if size < evaluation.tasks else None
+    tasks = _first_tasks(evaluation, size)
     runs = [load_run(config.run.out or "") for config in evaluation.configs.values()]
     summaries = [summary(one, tasks=tasks) for one in runs]
     graded = [one for one, found in zip(runs, summaries, strict=True) if found.tasks]
     return summaries, compare_all(graded, tasks=tasks) if len(graded) > 1 else []
+
+
+def _first_tasks(evaluation: _Evaluation, size: int) -> frozenset[str] | None:
+    return frozenset(_task_hashes(evaluation)[:size]) if size < evaluation.tasks else None
+
+
+def _grouped_lines(evaluation: _Evaluation, size: int, result: dict[str, Any]) -> list[str]:
+    """The scores by the values of `--group-by` as text; `result` gets them as numbers."""
+    from hermes_rl.evals import grouped
+    from hermes_rl.store import load_run
+
+    lines, column = list[str](), evaluation.group_by
+    for model, config in evaluation.configs.items() if column else ():
+        assert column is not None
+        graded = load_run(config.run.out or "")
+        rows = grouped(graded, column, tasks=_first_tasks(evaluation, size)).to_dict("records")
+        result["models"][model]["groups"] = [
+            {k: v if isinstance(v, str) else _finite((v,))[0] for k, v in row.items()}
+            for row in rows
+        ]
+        for row in rows:
+            line = f"{model}: {column} {row[column]}: solved {row['solved']:.0%}"
+            if row["tasks"] > 1:
+                line += f" (95 % interval {row['solved_low']:.0%} to {row['solved_high']:.0%})"
+            lines.append(f"{line} over {row['tasks']:,} tasks, {row['units']:,} units")
+    return lines
 
 
 def _task_hashes(evaluation: _Evaluation) -> list[str]:
@@ -430,12 +487,12 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
             for pair in comparisons
         ],
     }
+    grouped = _grouped_lines(evaluation, size, result)
     metrics = _env_metrics(evaluation)
     for model, found_metrics in metrics.items():
         result["models"][model]["metrics"] = found_metrics
-    text = json.dumps(result, indent=2)
-    path = evaluation.root / f"{evaluation.prefix}evaluation.json"
-    path.write_text(text + "\n", encoding="utf-8")
+    place = evaluation.root / f"{evaluation.prefix}evaluation.json"
+    place.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(result))
         return
@@ -448,7 +505,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
     for model in evaluation.configs:
         for name, figure in _figures(evaluation, model).get("figures", {}).items():
             lines.append(f"{model}: {name} {100 * figure:.1f}%")
-    lines += [str(pair) for pair in comparisons]
+    lines += [*grouped, *(str(pair) for pair in comparisons)]
     for model, values in metrics.items():
         more = {name: values[name] for name in values.keys() - SUMMARY_METRICS}
         lines += [f"{model}: {name} {value:.4g}" for name, value in sorted(more.items())]

@@ -16,7 +16,7 @@ from hermes_rl.evals.comparisons import (
     plot_scores,
     plot_task_map,
 )
-from hermes_rl.evals.frames import Frames, Grain, frames
+from hermes_rl.evals.frames import Frames, Grain, answers, frames
 from hermes_rl.evals.plots import Plot, plot_difference, plot_rewards, plot_tokens
 from hermes_rl.evals.stats import Interval, VarianceSplit, bootstrap, wilson
 from hermes_rl.evals.summaries import (
@@ -26,6 +26,7 @@ from hermes_rl.evals.summaries import (
     Summary,
     compare,
     compare_all,
+    grouped,
     pass_at,
     summary,
 )
@@ -41,11 +42,13 @@ __all__ = [
     "Plot",
     "Summary",
     "VarianceSplit",
+    "answers",
     "bootstrap",
     "compare",
     "compare_all",
     "frames",
     "file_name",
+    "grouped",
     "load_benchmark",
     "pass_at",
     "plot_cost",

@@ -6,7 +6,7 @@ it is, and no library is imported before it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +130,44 @@ def frames(*runs: str | Path | Run) -> Frames:
     if not opened:
         raise UserError("no run in these folders. Give run directories")
     return Frames(tuple(opened))
+
+
+def answers(*runs: str | Path | Run) -> pd.DataFrame:
+    """One row per finished unit: run, task_id, repeat, reward, target, final_response, unit_id.
+
+    The target is that of the task's scorers, from the dataset of the run; null if the dataset is
+    elsewhere now, or its row has changed.
+    """
+    import pandas as pd
+
+    columns = ["task_id", "repeat", "reward", "final_response", "unit_id", "task_hash"]
+    found = []
+    for run in frames(*runs).opened:
+        frame = run.frame("trajectories", columns)
+        targets = _targets(run, set(frame["task_hash"]))
+        frame.insert(3, "target", [targets.get(task) for task in frame.pop("task_hash")])
+        frame.insert(0, "run", run.path.absolute().name)
+        found.append(frame)
+    return pd.concat(found, ignore_index=True)
+
+
+def _targets(run: Run, tasks: Collection[str]) -> dict[str, Any]:
+    """The target of each task: that of its first scorer with one."""
+    import yaml
+
+    from hermes_rl.sources import BUNDLED, read_rows
+
+    dataset = yaml.safe_load((run.path / "run.yaml").read_text(encoding="utf-8"))["dataset"]
+    path, found = str(dataset.get("path")), dict[str, Any]()
+    # The tasks of an evaluation are beside its runs, wherever this process was started.
+    places = [Path(path).expanduser(), run.path.parent / Path(path).name]
+    place = next((str(one) for one in places if one.exists()), path if path in BUNDLED else None)
+    for row in read_rows(place, columns=dataset.get("columns")) if place else ():
+        task = row.parse().task if row.task_hash in tasks else None
+        for scorer in task.score if task else ():
+            if "target" in scorer.options:
+                found.setdefault(row.task_hash, scorer.options["target"])
+    return found
 
 
 def _expand(runs: Iterable[str | Path | Run]) -> Iterator[Path | Run]:

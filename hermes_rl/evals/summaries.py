@@ -151,6 +151,39 @@ def summary(run: Run, *, by: str | None = None, tasks: Collection[str] | None = 
     )
 
 
+def grouped(run: Run, column: str, *, tasks: Collection[str] | None = None) -> pd.DataFrame:
+    """Score the tasks of each value of a column of `metadata`, such as `category`.
+
+    Returns: one row per value, sorted: tasks, units, solved with its interval (`solved_low`,
+        `solved_high`) and its standard error over tasks (`solved_stderr`), reward with its own.
+
+    Raises: UserError for tasks without that column.
+    """
+    import pandas as pd
+
+    per_task = task_scores(_frame(run, "trajectories", _UNITS, tasks))
+    values = np.asarray(_clusters(run, per_task, column))
+    rows = []
+    for value in np.unique(values):
+        found = per_task[values == value]
+        units, solved = int(found["units"].sum()), found["solved"].to_numpy()
+        share, reward = stats.share_interval(solved, units=units), found["reward"].to_numpy()
+        rows.append(
+            {
+                column: str(value),
+                "tasks": len(found),
+                "units": units,
+                "solved": share.mean,
+                "solved_low": share.low,
+                "solved_high": share.high,
+                "solved_stderr": stats.standard_error(solved),
+                "reward": float(reward.mean()),
+                "reward_stderr": stats.standard_error(reward),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def _share(flags: pd.Series[Any]) -> float:
     return float(flags.astype(float).mean()) if len(flags) else math.nan
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_runner import COMMAND, run_cli, run_process, write_rows
 
-from hermes_rl.evals import BENCHMARKS, load_benchmark
+from hermes_rl.evals import BENCHMARKS, answers, load_benchmark
 from hermes_rl.messages import text_of
 from hermes_rl.store import load_run
 from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
@@ -208,6 +208,36 @@ def test_stored_calls_are_scored_again(tmp_path: Path) -> None:
     write_rows(tmp_path / "b.jsonl", *rows)
     again = run_cli("eval", "b.jsonl", "--rescore", "runs/eval-b/oracle", *scored, cwd=tmp_path)
     assert "oracle-rescored: solved 67%" in again.out, again.err
+
+
+def test_samples_by_id_and_scores_by_a_column(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{kind}-{n}", "prompt": f"{kind} {n}?", "kind": kind, "oracle": f"Answer: {n}"}
+        | {"score": {"type": "number", "target": n if kind == "sum" else n % 2}}
+        for kind in ("sum", "product", "other")
+        for n in (1, 2, 3, 4)
+    ]
+    write_rows(tmp_path / "d.jsonl", *rows)
+    chosen = ("--sample-id", "sum-[12]", "--sample-id", "product-*", "--sample-id", "sum-1")
+    command = ("eval", "d.jsonl", "--model", "oracle", "--workers", "0", "--toolsets", "none")
+    done = run_cli(*command, *chosen, "--group-by", "kind", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "oracle: kind product: solved 25% (95 % interval " in done.out
+    assert "oracle: kind sum: solved 100% (95 % interval " in done.out
+    assert "over 2 tasks, 2 units" in done.out
+    kept = json.loads((tmp_path / "runs/eval-d/evaluation.json").read_text())
+    groups = kept["models"]["oracle"]["groups"]
+    assert [(group["kind"], group["tasks"]) for group in groups] == [("product", 4), ("sum", 2)]
+
+    found = answers(tmp_path / "runs/eval-d/oracle").set_index("final_response").sort_index()
+    assert set(found.index) == {f"Answer: {n}" for n in (1, 2, 3, 4)}
+    assert found.target[found.task_id == "product-3"].tolist() == [1]
+    assert found.reward[found.task_id == "product-4"].tolist() == [0.0]
+    for wrong, error in (
+        (("--sample-id", "sum-9"), "--sample-id sum-9: no row has such an id"),
+        (("--group-by", "prompt"), "--group-by prompt: 12 of 12 rows have no such column of th"),
+    ):
+        assert error in run_cli(*command, *wrong, cwd=tmp_path).error
 
 
 def test_results_of_changed_tasks_are_in_no_score(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from hermes_rl.errors import UserError
-from hermes_rl.evals import compare, compare_all, pass_at, summary
+from hermes_rl.evals import compare, compare_all, grouped, pass_at, summary
 
 
 @dataclass
@@ -170,6 +170,18 @@ def test_errors_are_clustered_by_a_column() -> None:
     assert clustered.solved.low < 0.1, "four repositories, not a hundred tasks"
     with pytest.raises(UserError, match="100 tasks have no 'author' in their metadata"):
         summary(run("r", rewards), by="author")
+
+
+def test_scores_by_the_values_of_a_column() -> None:
+    rewards = {"a1": [1.0, 0.0], "a2": [1.0, 1.0], "a3": [0.0, 0.0], "b1": [1.0]}
+    found = grouped(run("r", rewards), "repository").set_index("repository")
+    assert found[["tasks", "units", "solved"]].values.tolist() == [[3, 6, 0.5], [1, 1, 1.0]]
+    by_task = [0.5, 1.0, 0.0]
+    assert found.solved_stderr["a"] == pytest.approx(np.std(by_task, ddof=1) / 3**0.5)
+    alone = summary(run("r", {t: r for t, r in rewards.items() if t != "b1"})).solved
+    assert (found.solved_low["a"], found.solved_high["a"]) == (alone.low, alone.high)
+    chosen = grouped(run("r", rewards), "repository", tasks=["h-a2"])
+    assert chosen.solved.tolist() == [1.0]
 
 
 def test_a_verdict_is_clustered_by_a_column() -> None:
