@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import io
 import json
+import os
+import select
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from textwrap import fill
@@ -35,6 +39,9 @@ LIVE_EVERY_S = 0.5
 NOTEBOOK_EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
 JSON_EVERY_S = 2.0
+
+KEPT_LINES = 10_000
+"""Lines of output that wait for their reader."""
 
 CHECK_EVERY_S = 0.5
 _VERBS = ("answers ", "does not answer")
@@ -359,17 +366,78 @@ class Progress:
 Silent = Progress
 
 
+class _Output:
+    """Writes lines without waiting for their reader, so that none can hold up or end a run.
+
+    What a full pipe does not take is kept; of more than `KEPT_LINES`, the oldest are left out and
+    counted. When the reader has gone away, lines are discarded.
+
+    Args:
+        left_out: the line for a number of lines that were left out.
+    """
+
+    def __init__(self, stream: TextIO, left_out: Callable[[int], str]) -> None:
+        self._stream, self._left_out_line = stream, left_out
+        self._lines: deque[str] = deque()
+        self._left_out = 0
+        self._begun = b""
+        """The rest of a line that was written in part."""
+        self._fd: int | None = None
+        with suppress(io.UnsupportedOperation):  # memory
+            # Streams of other types, such as those of a notebook, do not write to a descriptor.
+            self._fd = stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
+
+    def write(self, line: str, *, wait: bool = False) -> None:
+        """Write a line, now or later.
+
+        Args:
+            wait: for the reader to take all lines, or to go away.
+        """
+        if self._fd is None:
+            print(line, file=self._stream, flush=True)
+            return
+        self._lines.append(line)
+        if len(self._lines) > KEPT_LINES:
+            self._lines.popleft()
+            self._left_out += 1
+        try:
+            self._stream.flush()
+            while self._next():
+                if not self._ready(wait):
+                    return
+                # Not more: a pipe that is ready takes this much at once.
+                written = os.write(self._fd, self._begun[: select.PIPE_BUF])
+                self._begun = self._begun[written:]
+        except BrokenPipeError:
+            self._lines.clear()
+
+    def _ready(self, wait: bool) -> bool:
+        """Whether the descriptor takes bytes, or its reader has gone away."""
+        poll = select.poll()
+        poll.register(self._fd or 0, select.POLLOUT)
+        return bool(poll.poll(None if wait else 0))
+
+    def _next(self) -> bytes:
+        """What to write next; nothing when all lines are written."""
+        if not self._begun and self._lines:
+            count, self._left_out = self._left_out, 0
+            line = self._left_out_line(count) if count else self._lines.popleft()
+            encoding, errors = self._stream.encoding, self._stream.errors or "strict"
+            self._begun = f"{line}\n".encode(encoding, errors)
+        return self._begun
+
+
 class PlainLines(Progress):
     """Plain lines for logs: at most one every ten seconds, and one at the end."""
 
     every_s = PLAIN_EVERY_S
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        self._output = _Output(stream or sys.stderr, "{:,} lines were left out".format)
         self._last = ""
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        self._output.write(text)
 
     def tick(self, view: View) -> None:
         text = "\n".join(view.lines())
@@ -447,12 +515,12 @@ class NotebookLine(Progress):
 
 
 class JsonEvents(Progress):
-    """One JSON object a line on stdout, for programs."""
+    """One JSON object a line on stdout, for programs. They need not read it during the run."""
 
     every_s = JSON_EVERY_S
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._output = _Output(stream or sys.stdout, lambda n: _event("left_out", lines=n))
 
     def note(self, text: str) -> None:
         self.event("note", text=text)
@@ -464,13 +532,16 @@ class JsonEvents(Progress):
         self.event("progress", **view.as_dict())
 
     def report(self, report: Report) -> None:
-        """Print the report."""
-        self.event("report", **report.as_dict())
+        """Print the report, and wait for the reader of all lines."""
+        self._output.write(_event("report", **report.as_dict()), wait=True)
 
     def event(self, name: str, **values: Any) -> None:
         """Print one event."""
-        text = json.dumps({"event": name, "at": round(time.time(), 3), **values})
-        print(text, file=self._stream, flush=True)
+        self._output.write(_event(name, **values))
+
+
+def _event(name: str, **values: Any) -> str:
+    return json.dumps({"event": name, "at": round(time.time(), 3), **values})
 
 
 def default_progress() -> Progress:

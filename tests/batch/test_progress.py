@@ -1,16 +1,22 @@
 """Progress for people: one live line on a terminal, plain lines elsewhere."""
 
 import asyncio
+import dataclasses
+import fcntl
+import json
 import os
 import pty
 import re
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import kit
 import pytest
 
-from batch_runner import Rates, Tally, View
+from batch_runner import JsonEvents, Rates, Report, Tally, View
+from hermes_rl.store import RunDir, find_driver
 from hermes_rl.testing import FakeServer
 
 COUNTS = r"(\d+)/~?(\d+) units  (\d+) solved  (\d+) failed( \(\d+ attempts\))?  (\d+) running"
@@ -103,3 +109,62 @@ async def test_plain_progress_lines_without_a_terminal(tmp_path: Path, server: F
     lines = text.decode().splitlines()
     assert all(re.fullmatch(LINE, line) for line in lines), lines
     assert lines[-1].startswith("1/1 units  1 solved  0 failed  0 running")
+
+
+async def test_a_run_does_not_wait_for_the_reader_of_its_events(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """It finishes while its pipe is full; all events follow when they are read. A reader that goes
+    away does not end it either."""
+    tasks = [kit.make_task(n) for n in range(30)]
+    for goes_away in (False, True):
+        folder, run_dir = tmp_path / f"{goes_away}", RunDir(tmp_path / f"{goes_away}" / "run")
+        folder.mkdir()
+        (readable, out), (errors, err) = small_pipe(), os.pipe()
+        arguments = kit.run_arguments(folder, tasks, server, "--workers", "0", "--json")
+        process = await kit.ForkServer.of_this_process().start(
+            arguments, dict(os.environ), [out, err]
+        )
+        run = kit.RunProcess(process, "")
+        kit.STARTED_RUNS.append(run)
+        with os.fdopen(readable) as events, os.fdopen(errors) as messages:
+            if goes_away:
+                await asyncio.to_thread(events.read, 1)
+                events.close()
+            else:
+                await kit.wait_for(run, partial(has_ended, run_dir))
+                found = [json.loads(line) for line in await asyncio.to_thread(events.readlines)]
+                assert [e["event"] for e in found].count("attempt") == len(tasks)
+                assert (found[-1]["event"], found[-1]["done"]) == ("report", len(tasks))
+            assert await run.wait() == 0
+            assert messages.read() == ""
+        assert len(kit.final_rows(run_dir.path)) == len(tasks)
+
+
+def small_pipe() -> tuple[int, int]:
+    readable, writable = os.pipe()
+    fcntl.fcntl(writable, fcntl.F_SETPIPE_SZ, 4096)
+    return readable, writable
+
+
+def has_ended(run_dir: RunDir) -> bool:
+    return (run_dir.path / "stats.json").exists() and find_driver(run_dir) is None
+
+
+def test_the_last_events_are_kept_for_a_late_reader() -> None:
+    readable, writable = small_pipe()
+    with os.fdopen(readable) as events, os.fdopen(writable, "w") as stream:
+        shown = JsonEvents(stream)
+        for number in range(11_000):
+            shown.note(str(number))
+        report = Report(**dict.fromkeys(f.name for f in dataclasses.fields(Report)))
+        ending = threading.Thread(target=lambda: (shown.report(report), stream.close()))
+        ending.start()
+        found = [json.loads(line) for line in events]
+        ending.join()
+    (gap,) = [i for i, e in enumerate(found) if e["event"] == "left_out"]
+    numbers = [int(e["text"]) for e in found if e["event"] == "note"]
+    assert numbers[:gap] == [*range(gap)]
+    assert numbers[gap:] == [*range(11_000 - (len(numbers) - gap), 11_000)]
+    assert found[gap]["lines"] == 11_000 - len(numbers)
+    assert found[-1]["event"] == "report"
