@@ -203,10 +203,11 @@ def rollouts(run_dir: RunDir, *, texts: bool = False) -> Iterator[Rollout]:
 
 
 def _rows(run_dir: RunDir, table: str, stem: str, columns: Sequence[str] | None) -> Iterator[Row]:
-    place = run_dir.present(run_dir.path / table / stem)
-    if not place.exists():
+    try:
+        opened = run_dir.read_part(run_dir.path / table / stem, pq.ParquetFile)
+    except FileNotFoundError:
         return
-    with pq.ParquetFile(place) as file:
+    with opened as file:
         for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
             yield from batch.to_pylist()
 

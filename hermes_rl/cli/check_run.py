@@ -14,16 +14,40 @@ import pyarrow.parquet as pq
 from hermes_rl.config import load_config, parse_config
 from hermes_rl.errors import CAUSES, ENDINGS, UserError
 from hermes_rl.leaks import Leak, find_leaks, leaks_of_row
-from hermes_rl.store import FOREIGN, LATER, TABLES, RunDir, decode_line, file_faults, schema_of
+from hermes_rl.store import (
+    FOREIGN,
+    LATER,
+    TABLES,
+    RunDir,
+    decode_line,
+    file_faults,
+    schema_of,
+    snapshot_of,
+)
 from hermes_rl.text import SECRETS
 
 _ALWAYS = ("input_tokens", "output_tokens")
 _TOKENS = (*_ALWAYS, "cache_read_tokens", "cache_write_tokens", "reasoning_tokens")
 
 
-def faults_of(path: Path) -> Iterator[str]:
-    """Yield every fault of a run, one line each."""
-    run_dir = RunDir(path)
+def faults_of(path: Path) -> list[str]:
+    """Every fault of a run, one line each. The run may be in use.
+
+    A merge may replace a file or record between two steps of the check, which then looks like a
+    loss. What is found while one takes place must be found again.
+    """
+    run_dir, earlier = RunDir(path), None
+    while True:
+        before = snapshot_of(run_dir)
+        found = list(_find_faults(run_dir))
+        if not found or snapshot_of(run_dir) == before:
+            return found
+        if earlier is not None:
+            return [fault for fault in found if fault in earlier]
+        earlier = found
+
+
+def _find_faults(run_dir: RunDir) -> Iterator[str]:
     bad = set()
     for place, fault in file_faults(run_dir):
         if fault != FOREIGN:
@@ -34,7 +58,7 @@ def faults_of(path: Path) -> Iterator[str]:
     for table in TABLES:
         for part in run_dir.parts(table):
             if part not in bad:
-                yield from _part_faults(table, run_dir.present(part), seen)
+                yield from _part_faults(run_dir, part, seen)
 
 
 def _config_faults(place: Path) -> Iterator[str]:
@@ -48,16 +72,17 @@ def _config_faults(place: Path) -> Iterator[str]:
         yield message if message.startswith(f"{place}") else f"{place}: {message}"
 
 
-def _part_faults(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
+def _part_faults(run_dir: RunDir, part: Path, seen: dict[str, str]) -> Iterator[str]:
     """The faults of a part, including decoding errors."""
     try:
-        yield from _row_faults_of(table, part, seen)
+        yield from _row_faults_of(run_dir, part, seen)
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         yield f"{part}: cannot be read: {str(error).partition(chr(10))[0]}"
 
 
-def _row_faults_of(table: str, part: Path, seen: dict[str, str]) -> Iterator[str]:
-    with pq.ParquetFile(part) as file:
+def _row_faults_of(run_dir: RunDir, part: Path, seen: dict[str, str]) -> Iterator[str]:
+    table = part.parent.name
+    with run_dir.read_part(part, pq.ParquetFile) as file:
         if not _has_declared_schema(table, file.schema_arrow):
             yield f"{part}: does not have the declared schema of {table}"
             return

@@ -637,7 +637,7 @@ def _columns_of(run: Run) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     for part in run.run_dir.parts("trajectories"):
-        with pq.ParquetFile(run.run_dir.present(part)) as file:
+        with run.run_dir.read_part(part, pq.ParquetFile) as file:
             for batch in file.iter_batches(ROWS_AT_ONCE):
                 yield from map(_plain, pa.Table.from_batches([batch]).to_pylist())
     for table in run.unpublished(["trajectories"])["trajectories"].values():

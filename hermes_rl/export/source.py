@@ -454,7 +454,7 @@ class Source:
 
         part = self._parts[table].get(stem)
         if part is not None:
-            with pq.ParquetFile(self._run_dir.present(part)) as file:
+            with self._run_dir.read_part(part, pq.ParquetFile) as file:
                 for batch in file.iter_batches(ROWS_AT_ONCE, columns=columns):
                     yield pa.Table.from_batches([batch])
         elif stem in self._pending[table]:

@@ -113,7 +113,7 @@ if TYPE_CHECKING:
         schema_of,
         storage_schema,
     )
-    from hermes_rl.store.snapshots import OLD_FILES_S, file_of
+    from hermes_rl.store.snapshots import OLD_FILES_S, file_of, snapshot_of
     from hermes_rl.store.stats import MANY_FORKS, compute_stats, document, page, write_stats
     from hermes_rl.store.summary import Summary, cache_counts, cache_shares
 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -329,8 +329,8 @@ class Run:
         found = {s: rows.select(names) for s, rows in unpublished.items() if s not in merged}
         for part in parts:
             try:
-                place = self.run_dir.present(part)
-                found[stem_of(part)] = pq.read_table(place, schema=schema, columns=names)
+                read = partial(pq.read_table, schema=schema, columns=names)
+                found[stem_of(part)] = self.run_dir.read_part(part, read)
             except (OSError, pa.ArrowException) as error:
                 raise self._unreadable(part.name, error) from error
         tables = [found[stem] for stem in sorted(found, key=order_of)]
@@ -355,7 +355,7 @@ class Run:
                 yield from unpublished[stem].select(list(columns)).to_batches(rows)
                 continue
             try:
-                with pq.ParquetFile(self.run_dir.present(parts[stem])) as file:
+                with self.run_dir.read_part(parts[stem], pq.ParquetFile) as file:
                     yield from file.iter_batches(rows, columns=list(columns))
             except (OSError, pa.ArrowException) as error:
                 raise self._unreadable(parts[stem].name, error) from error

@@ -243,20 +243,27 @@ class RemoteRun:
         finally:
             self.remove([name])
 
-    def fetch(self, folder: Path, names: Iterable[str], *, verify: bool = True) -> list[str]:
+    def fetch(self, folder: Path, names: Iterable[str], *, verify: bool = True) -> dict[str, str]:
         """Copy files of the log to a folder. A file is there completely or not at all.
 
         Args:
             verify: False also takes files that differ from the log, or are absent.
 
-        Returns: one line per file that was lost or changed in the store.
+        Returns: one line for each file that was lost or changed in the store, by its name.
 
         Raises: StoreError for such a file, when `verify`.
         """
-        faults = [f for f in self._parallel(lambda n: self._fetch(folder, n), names) if f]
-        if faults and verify:
-            raise StoreError(f"{faults[0]}. Restore it, or see hermes-rl check {self.url}")
+        names = list(names)
+        found = zip(names, self._parallel(lambda n: self._fetch(folder, n), names), strict=True)
+        faults = {name: fault for name, fault in found if fault}
+        if verify:
+            self.refuse_faults(faults)
         return faults
+
+    def refuse_faults(self, faults: dict[str, str]) -> None:
+        """Raises: StoreError for the first of some faults that `fetch` found."""
+        for fault in faults.values():
+            raise StoreError(f"{fault}. Restore it, or see hermes-rl check {self.url}")
 
     def _fetch(self, folder: Path, name: str) -> str:
         stored, place = self.files[name], folder / name
@@ -371,23 +378,30 @@ def fetch_run(url: str, *, whole: bool = False, new: bool = False) -> tuple[Path
 
 
 def _fetch_into(remote: RemoteRun, folder: Path, whole: bool) -> list[str]:
-    faults: list[str] | None = None
-    while faults is None:
-        try:
-            faults = remote.fetch(folder, _absent(remote, folder, whole), verify=not whole)
-        except StoreError:
-            known = len(remote.entries)
+    fetched: dict[str, Stored] = {}
+    faults: dict[str, str] = {}
+    while True:
+        absent = [
+            name
+            for name, stored in remote.files.items()
+            if stored != fetched.get(name) and (whole or not is_same(folder / name, name, stored))
+        ]
+        fetched |= {name: remote.files[name] for name in absent}
+        faults |= remote.fetch(folder, absent, verify=False)
+        if faults:
             remote.read_log()
-            if len(remote.entries) == known:
-                raise  # else files were merged meanwhile
+        lost = {n: f for n, f in faults.items() if fetched[n] == remote.files.get(n)}
+        if len(lost) == len(faults):
+            break
+        faults = lost  # others were merged meanwhile
+    if not whole:
+        for name in faults:
+            (folder / name).unlink(missing_ok=True)
+        remote.refuse_faults(faults)
     for path in (p for p in folder.rglob("*") if p.is_file()):
         if path.relative_to(folder).as_posix() not in remote.files:
             path.unlink(missing_ok=True)
-    return faults
-
-
-def _absent(remote: RemoteRun, folder: Path, whole: bool) -> list[str]:
-    return [n for n, s in remote.files.items() if whole or not is_same(folder / n, n, s)]
+    return [*faults.values()]
 
 
 def is_same(place: Path, name: str, stored: Stored) -> bool:

@@ -256,6 +256,20 @@ class RunDir:
         old = (self.path / RETIRED).glob(f"*/{part.parent.name}/{part.name}*")
         return next(old, part)
 
+    def read_part(self, part: Path, read: Callable[[Path], _T]) -> _T:
+        """Read a part that was listed, also if it is merged, and its file moved, at this moment.
+
+        Args:
+            read: takes the path; raises FileNotFoundError when the file is missing.
+        """
+        while True:
+            place = self.present(part)
+            try:
+                return read(place)
+            except FileNotFoundError:
+                if self.present(part) == place:
+                    raise
+
     def commit_stems(self) -> list[str]:
         """The stems of all committed batches."""
         names = self.storage.names("commits")

@@ -176,6 +176,13 @@ def file_of(run_dir: RunDir, table: str, stem: str) -> Path:
     return next((path for path in [first, *merged] if path.exists()), first)
 
 
+def snapshot_of(run_dir: RunDir) -> object:
+    """What differs after a merge has replaced files or records."""
+    folders = [run_dir.path / table for table in TABLES]
+    inodes = [folder.stat().st_ino for folder in folders if folder.is_dir()]
+    return inodes, run_dir.storage.names("compacted")
+
+
 def replaced_stems(run_dir: RunDir, parts: list[Path]) -> set[str]:
     """The stems of batches, and of merged parts, whose rows are in merged parts of a list."""
     listed = {stem_of(part) for part in parts}

@@ -103,7 +103,7 @@ def _task_hashes(index: RunIndex) -> dict[str, str]:
     found: dict[str, str] = {}
     for table in ("failures", "trajectories"):
         for part in index.run_dir.parts(table):
-            with pq.ParquetFile(index.run_dir.present(part)) as file:
+            with index.run_dir.read_part(part, pq.ParquetFile) as file:
                 rows = file.read(columns=["task_id", "task_hash"])
             found |= dict(zip(*(rows[c].to_pylist() for c in rows.column_names), strict=True))
     return found

@@ -162,7 +162,7 @@ class RunIndex:
         with self._lock:
             kept = self._recent.pop((path, at), None)
         if kept is None:
-            kept = _whole_row(self.run_dir.present(path), at)
+            kept = _whole_row(self.run_dir, path, at)
         with self._lock:
             self._recent[path, at] = kept
             while len(self._recent) > 2:
@@ -174,11 +174,12 @@ class RunIndex:
         """Rows of another table that were published with a trajectory and name it in a column."""
         path, at, stem = self.place(trajectory_id)
         if path.suffix == ".parquet":
-            part = self.run_dir.present(self.run_dir.part_path(table, stem))
-            if not part.exists():
-                return []
             wanted = [(column, "=", trajectory_id)]
-            found = pq.read_table(part, schema=schema_of(table), filters=wanted)
+            read = partial(pq.read_table, schema=schema_of(table), filters=wanted)
+            try:
+                found = self.run_dir.read_part(self.run_dir.part_path(table, stem), read)
+            except FileNotFoundError:
+                return []
             rows: list[dict[str, Any]] = found.to_pylist()
             return rows
         line = _line_at(path, at)
@@ -206,7 +207,7 @@ class RunIndex:
                 for start, stop, key in _groups_of(order[number]):
                     rows = here[(places[here] >= start) & (places[here] < stop)]
                     if rows.size and key not in found:
-                        arguments = (order[number], key[1], start, text)
+                        arguments = (self.run_dir, order[number], key[1], start, text)
                         found[key] = self._searcher.submit(_search_group, *arguments)
                     if rows.size:
                         pieces.append((rows, found[key]))
@@ -264,7 +265,7 @@ def _finished(table: pa.Table, places: Any) -> pa.Table:
 
 def _read_part(run_dir: RunDir, part: Path) -> _Source:
     try:
-        with pq.ParquetFile(run_dir.present(part)) as file:
+        with run_dir.read_part(part, pq.ParquetFile) as file:
             table = file.read(columns=list(_READ))
             every = range(file.num_row_groups)
             groups = tuple(file.metadata.row_group(n).num_rows for n in every)
@@ -320,12 +321,12 @@ def _combine(sources: list[_Source]) -> pa.Table:
     return pa.concat_tables(tables or [empty]).combine_chunks()
 
 
-def _whole_row(path: Path, at: int) -> pa.Table:
+def _whole_row(run_dir: RunDir, path: Path, at: int) -> pa.Table:
     if path.suffix != ".parquet":
         (row,) = (r for t, r in rows_of(_line_at(path, at)) if t in ATTEMPTS)
         return to_arrow([row], schema_of("trajectories"))
     try:
-        with pq.ParquetFile(path) as file:
+        with run_dir.read_part(path, pq.ParquetFile) as file:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if at < count:
@@ -371,15 +372,15 @@ def _groups_of(source: _Source) -> Iterator[tuple[int, int, tuple[Path, int]]]:
         start += rows
 
 
-def _search_group(source: _Source, group: int, start: int, text: str) -> set[int]:
+def _search_group(run_dir: RunDir, source: _Source, group: int, start: int, text: str) -> set[int]:
     """The positions of the rows that contain a text."""
     names = ["messages", "error", "rewards"]
     found: set[int] = set()
     try:
         if not source.published:
-            table = _whole_row(source.path, start).select(names)
+            table = _whole_row(run_dir, source.path, start).select(names)
             return _search_rows(table, start, text)
-        with pq.ParquetFile(source.path) as file:
+        with run_dir.read_part(source.path, pq.ParquetFile) as file:
             for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=names):
                 found |= _search_rows(pa.Table.from_batches([batch]), start, text)
                 start += len(batch)

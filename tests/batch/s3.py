@@ -27,7 +27,7 @@ Failure = Callable[[str, str], str | None]
 """Method and path of a request -> None, or what happens to it: a status such as `503`; `lost` and
 `cut` (carried out, but nothing or half of the answer arrives); `down` (not carried out); `late`
 (carried out after its client gave up); `twice` (carried out again later); `overwrite` (without its
-condition)."""
+condition). It may block, and is called in a thread."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ class Proxy:
         self._later: set[asyncio.Task[Any]] = set()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        fails = self.failure(request.method, request.path)
+        fails = await asyncio.to_thread(self.failure, request.method, request.path)
         self.failed += fails is not None
         if fails and fails.isdigit():
             return web.Response(status=int(fails))

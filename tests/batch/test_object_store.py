@@ -28,6 +28,7 @@ from hermes_rl.store import (
     Publisher,
     append_attempts,
     compact_run,
+    fetch_run,
     load_run,
     open_mirror,
     open_run,
@@ -381,6 +382,43 @@ async def test_files_are_merged_while_a_run_at_a_url_continues(proxy: Proxy, url
     assert await parts_at(proxy, url) == {f"trajectories/part-1-0-6.{1_000_001}.parquet"}
     assert len(await rows_at(url)) == 7
     assert await asyncio.to_thread(main, ["check", url]) == 0
+
+
+async def test_files_that_are_merged_while_a_reader_fetches_them(
+    proxy: Proxy, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` and `load_run` read the log again when files vanish."""
+    fetching, merged = threading.Event(), threading.Event()
+
+    def stall(method: str, path: str) -> str | None:
+        if method == "GET" and "/trajectories/" in path:
+            fetching.set()
+            merged.wait(60)
+        return None
+
+    async def check() -> list[str]:
+        assert await asyncio.to_thread(main, ["check", url]) == 0, capsys.readouterr().err
+        return []
+
+    async def load() -> list[str]:
+        return list((await asyncio.to_thread(fetch_run, url))[1])
+
+    async with driving(url) as (mirror, driver, add):
+        for first, reader in ((1, check), (3, load)):
+            await add(first, first + 1)
+            await asyncio.to_thread(mirror.sync)
+            fetching.clear()
+            merged.clear()
+            proxy.failure = stall
+            reading = asyncio.create_task(reader())
+            assert await asyncio.to_thread(fetching.wait, 60)
+            await driver.merge_files(quiet=mirror.quiet)
+            await asyncio.to_thread(mirror.sync)
+            merged.set()
+            assert await reading == []
+        assert await mirror.finish() == ""
+        mirror.close()
+    assert len(await rows_at(url)) == 4
 
 
 async def test_the_end_of_a_run_uploads_everything_after_an_entry_that_failed(

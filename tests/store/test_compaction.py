@@ -1,15 +1,17 @@
 """Merged parts: the same rows for every reader, at every moment and after every kill."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import invariants as checks
@@ -20,6 +22,7 @@ from invariants import GlobReader, glob_units
 from scripted_driver import Plan
 from scripted_rows import CONFIG, Play, make_finished, run_attempt
 
+from hermes_rl.cli import faults_of
 from hermes_rl.errors import StoreError
 from hermes_rl.store import (
     COMPACTION_POINTS,
@@ -34,6 +37,7 @@ from hermes_rl.store import (
     encode,
     encode_line,
     file_faults,
+    file_sha256,
     load_run,
     open_run,
     publish_batch,
@@ -154,6 +158,44 @@ def test_a_late_batch_survives_an_interrupted_merge(
         assert Counter(load_run(finished).trajectories["unit_id"]) == units
         assert faults(finished) == []
         compact_run(finished, grace_s=0)
+
+
+def test_readers_at_the_moment_of_a_merge(
+    play: Play, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge replaces files, and the record of an earlier one, after a reader has found them and
+    before it opens them."""
+
+    def merge_before_the_first_call(target: str, read: Callable[..., Any], grace_s: float) -> None:
+        calls = itertools.count()
+
+        def merge_and_read(*args: Any, **more: Any) -> Any:
+            if not next(calls):
+                compact_run(finished, grace_s=grace_s)
+            return read(*args, **more)
+
+        monkeypatch.setattr(target, merge_and_read)
+
+    compact_run(finished, grace_s=0)
+    for units in (20, 26):
+        assert play(path=finished, units=units) == 0
+        rows = glob_units(finished)
+        if units == 20:
+            merge_before_the_first_call("hermes_rl.store.commit.file_sha256", file_sha256, 0)
+            assert faults_of_files(finished) == []
+        else:
+            merge_before_the_first_call("pyarrow.parquet.read_table", pq.read_table, 600)
+            assert Counter(load_run(finished).trajectories["unit_id"]) == rows
+        monkeypatch.undo()
+        assert len(list(finished.glob("trajectories/*.parquet"))) == 1
+    lost = next(finished.glob("segments/*.parquet"))
+    lost.unlink()
+    assert faults_of_files(finished) == [f"{lost}: is missing, but its batch is committed"]
+
+
+def faults_of_files(path: Path) -> list[str]:
+    """What `check` finds, without the faults of scripted rows."""
+    return [line for line in faults_of(path) if " row " not in line]
 
 
 def test_globs_read_every_row_once_at_any_moment(finished: Path) -> None:
