@@ -313,6 +313,7 @@ class Driver:
         """Close the run directory. Attempts without a receipt are recovered by the next start."""
         if self._lock is not None:
             await in_thread(self._journal.close, not self._in_flight)
+            self.run_dir.close_gate()
             self.release()
 
     def release(self) -> None:
@@ -423,6 +424,7 @@ def begin_epoch(
     data = add_digest(msgspec.json.encode(epoch))
     if not run_dir.storage.put_new(f"epochs/{epoch.epoch}.json", data):
         raise StoreError(f"{run_dir.path}: another driver began epoch {epoch.epoch}")
+    run_dir.open_gate(epoch.epoch)
     run_dir.crash("recover-1-epoch")
     return epoch
 

@@ -181,6 +181,9 @@ class Storage:
         self._root = root
         self._crash = crash
         self._delay = fsync_delay_s
+        self.gate: Path | None = None
+        """The folder of this driver's epoch, through which its files get their names. The next
+        driver removes it, and no file passes after that."""
 
     def names(self, folder: str) -> list[str]:
         """The sorted names in a folder; empty when it does not exist."""
@@ -215,12 +218,23 @@ class Storage:
         return True
 
     def put_file(self, name: str, local: Path, *, point: str = "") -> None:
-        """Move a complete local file to its final name. Raises: DiskFull."""
-        final = self._root / name
+        """Move a complete local file to its final name.
+
+        Raises: StoreError when another driver has begun; DiskFull.
+        """
+        final, gate = self._root / name, self.gate
         with disk_errors():
-            self.sync_path(local)
-            self._crash(f"{point}-written")
-            os.rename(local, final)
+            try:
+                self.sync_path(local)
+                self._crash(f"{point}-written")
+                if gate is not None:
+                    os.rename(local, gate / local.name)
+                    local = gate / local.name
+                os.rename(local, final)
+            except FileNotFoundError:
+                if gate is None or gate.is_dir():
+                    raise
+                raise StoreError(f"{self._root} was taken over by another driver") from None
             self._crash(f"{point}-renamed")
             self.sync_path(final.parent)
             self._crash(f"{point}-durable")

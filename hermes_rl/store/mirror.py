@@ -109,7 +109,7 @@ class Mirror:
         Raises: StoreError when another driver was faster; UserError when the store fails.
         """
         holder = f"process {os.getpid()} on {socket.gethostname()}"
-        epochs = [f"epochs/{name}" for name in RunDir(self.path).storage.names("epochs")]
+        epochs = [f"epochs/{number}.json" for number in self._run_dir.epochs()]
         try:
             self._claim = Entry(
                 id=secrets.token_hex(8),
@@ -232,7 +232,8 @@ class Mirror:
     def _published(self, final: bool) -> Iterator[str]:
         """Names of the files that readers may see. A part is one only with its commit."""
         run_dir = self._run_dir
-        for folder in ("epochs", "commits", "compacted"):
+        yield from (f"epochs/{number}.json" for number in run_dir.epochs())
+        for folder in ("commits", "compacted"):
             yield from (f"{folder}/{name}" for name in run_dir.storage.names(folder))
         stems = {*run_dir.commit_stems()}
         stems |= {one.stem for c in read_compactions(run_dir) for one in c.merged}

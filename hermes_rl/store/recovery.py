@@ -172,14 +172,16 @@ class Recovery:
         folder.mkdir(exist_ok=True)
         self.run_dir.storage.sync_path(folder.parent)
         done = folder / f"done-{stem.rpartition('-')[2]}.jsonl"
-        file = AppendFile(done, self.run_dir.crash, "attempt-3-done")
+        name, storage = done.relative_to(self.run_dir.path).as_posix(), self.run_dir.storage
+        local = storage.temporary(name)
+        local.unlink()
+        file = AppendFile(local, self.run_dir.crash, "attempt-3-done")
         try:
-            self.run_dir.storage.sync_path(folder)
             for line in batch:
                 file.append(msgspec.json.encode(without_secrets(line)))
-            self.run_dir.storage.sync(file.fileno())
         finally:
             file.close()
+        storage.put_file(name, local)
         self.run_dir.crash("recover-4-written")
         commit = publish_batch(self.run_dir, done, stem)
         self.run_dir.crash("recover-4-published")

@@ -90,6 +90,7 @@ def repair_run(path: str | Path, *, grace_s: float = GRACE_S, first_epoch: int =
         with convert_os_errors(run_dir.path):
             return _repair(run_dir, grace_s, first_epoch)
     finally:
+        run_dir.close_gate()
         lock.release()
 
 
@@ -415,4 +416,5 @@ def compact_run(
                 raise StoreError(duplicate_message(run_dir, report.duplicates[0]))
             return merge_batches(run_dir, grace_s=grace_s, small=small, target=target)
     finally:
+        run_dir.close_gate()
         lock.release()

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -178,6 +179,29 @@ class RunDir:
                 f"`hermes-rl status {self.path} --stop`"
             )
         return HeldLock(fd)
+
+    def open_gate(self, epoch: int) -> None:
+        """Let this driver publish, and none of an earlier epoch: one that has lost LOCK and is
+        suspended may be behind every check already, but has to pass its gate.
+
+        Raises: StoreError when a later epoch has begun.
+        """
+        folder = self.path / "epochs"
+        for name in os.listdir(folder):
+            if name.isdigit() and int(name) < epoch:
+                os.rename(folder / name, folder / f"{name}.closed")
+        for closed in folder.glob("*.closed"):
+            shutil.rmtree(closed, ignore_errors=True)
+        self.storage.gate = folder / str(epoch)
+        self.storage.gate.mkdir()
+        if max(self.epochs()) > epoch:  # it may have looked for this gate before
+            self.close_gate()
+            raise StoreError(f"{self.path}: another driver has begun")
+
+    def close_gate(self) -> None:
+        """Publish nothing more."""
+        if self.storage.gate is not None:
+            shutil.rmtree(self.storage.gate, ignore_errors=True)
 
     def epochs(self) -> list[int]:
         """All epochs so far, ascending."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +17,15 @@ import scripted_rows
 
 from hermes_rl.errors import StoreError
 from hermes_rl.store import (
+    CRASH_VARIABLE,
+    CrashHook,
     Derived,
     Driver,
     JournalWriter,
     OpenOptions,
     Prepared,
     Publisher,
+    RunDir,
     load_run,
     open_run,
     prepare_batch,
@@ -206,6 +209,53 @@ async def test_a_driver_commits_nothing_after_another_one_began(run_path: Path) 
     assert (run_path / "commits" / "1-1-0.json").read_bytes() == commit
     assert len(load_run(run_path).trajectories) == 1
     checks.check_invariants(run_path)
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["publish-7-written", "publish-8-written", "attempt-3-done", "recover-4-written"],
+)
+async def test_a_driver_that_is_replaced_behind_its_check_publishes_nothing(
+    run_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost LOCK, and is suspended between the comparison of epochs and a rename."""
+    monkeypatch.setenv(CRASH_VARIABLE, point)
+    first = await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS)
+    monkeypatch.delenv(CRASH_VARIABLE)
+    found: list[dict[str, bytes]] = []
+
+    async def take_over() -> None:
+        async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS) as second:
+            assert second.epoch == 2
+            found.append(published(run_path))
+
+    monkeypatch.setattr(CrashHook, "die", lambda hook: asyncio.run(take_over()))
+    if point.startswith("publish"):
+        async with JournalWriter(RunDir(run_path), first.epoch, 1) as journal:
+            await scripted_rows.run_attempt(first, journal, 0)
+            batch = await journal.seal()
+            assert batch is not None
+            prepared = prepare_batch(journal.run_dir, batch.file.path, batch.stem)
+            assert prepared is not None
+        work = first.commit(prepared)
+    else:
+        work = first.publish(Derived(groups=(scripted_rows.make_group(0),)))
+    for lost in (run_path / "LOCK", run_path / "journal" / "1-1" / "alive"):
+        lost.unlink(missing_ok=True)
+    # At the last point its rows are in its journal, and the second driver has published them.
+    refused = pytest.raises(StoreError, match="was taken over by another driver")
+    with nullcontext() if point == "recover-4-written" else refused:
+        await work
+    assert published(run_path) == found[0]
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS):
+        assert published(run_path) == found[0]
+    checks.check_invariants(run_path)
+    assert not [path for path in run_path.glob("epochs/*") if path.is_dir()]
+
+
+def published(path: Path) -> dict[str, bytes]:
+    files = [*path.glob("*/*.parquet"), *path.glob("commits/*")]
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
 
 
 async def test_a_unit_under_which_three_workers_died_is_given_up(run_path: Path) -> None:
