@@ -125,6 +125,7 @@ class Mirror:
                 raise StoreError(f"{self.url}: another driver has just started. Run again later")
             self._plain |= {*self._claim.files}
             self.sync()
+            self.remove_orphans()
         except StoreError:
             raise
         except Exception as error:  # each store has its own errors
@@ -257,7 +258,7 @@ class Mirror:
         return replaced_stems(run_dir, [p for t in TABLES for p in run_dir.parts(t)])
 
     def remove_orphans(self) -> None:
-        """Remove parts that a driver uploaded and could not name in the log before it was
+        """Remove parts that a driver uploaded and could not name in the log before it was killed or
         replaced: globs would read their rows beside those of the second attempt; and those that
         this driver merged before it could. Parts that a later driver uploaded or merged stay, since
         this one may have been replaced."""

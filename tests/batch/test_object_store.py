@@ -32,6 +32,7 @@ from hermes_rl.store import (
     load_run,
     open_mirror,
     open_run,
+    working_copy,
 )
 from hermes_rl.testing import FakeServer
 from hermes_rl.trajectory import fold
@@ -104,18 +105,52 @@ async def test_another_machine_resumes_and_reads_a_run(
     assert not [key for key in keys if "beat" in key or "probe" in key]
 
 
-async def test_killed_driver_resumes_at_once_on_the_same_machine(
-    tmp_path: Path, server: FakeServer, url: str
+async def test_a_killed_run_of_many_small_files_is_merged_resumed_and_read(
+    tmp_path: Path, server: FakeServer, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = arguments(tmp_path, server, url, "--concurrency", "1", "--set", "run.lease_s=60")
+    """It merges while it runs, and is killed then. It resumes at once on the same machine, and
+    another one reads the same rows."""
+    rows = [kit.make_task(number, turns=1) for number in range(70)]
+    often = ("--set", "run.publish_every_s=0.01", "--set", "run.lease_s=60", "--concurrency", "2")
+    command = arguments(tmp_path, server, url, *often, rows=rows)
     run = await kit.start_run(*command)
-    await kit.wait_for_units(run, 2)
+    snapshots = working_copy(url) / "compacted"
+    await kit.wait_for(run, lambda: list(snapshots.glob("*.json")))
     kit.kill(run.pid)
     await run.wait()
     again = await kit.finish_run(*command)  # before its lease has ended
+    assert again.report()["done"] == 70
     path = (await asyncio.to_thread(load_run, url)).path
-    assert len(kit.final_rows(path)) == 4
+    assert len(kit.final_rows(path)) == 70
     kit.check_no_unit_ran_again(path, run.receipts() | again.receipts())
+    kit.check_usage(path, server.entries)
+    assert len(await parts_at(proxy, url)) < 50
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    assert await rows_at(url) == kit.comparable_rows(path)
+    assert await asyncio.to_thread(main, ["check", url]) == 0
+
+
+async def test_a_start_removes_what_a_killed_driver_could_not_name(
+    tmp_path: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Globs would read the rows of its last parts beside those of the second attempt."""
+    async with driving(url, 0.0) as (mirror, _, add):
+        await add(1)
+        await asyncio.to_thread(mirror.sync)
+        named = await parts_at(proxy, url)
+        await add(2)
+        proxy.failure = lambda method, path: "403" if method == "PUT" and ".log/0" in path else None
+        with pytest.raises(PermissionError):
+            await asyncio.to_thread(mirror.sync)
+        mirror.close()
+    proxy.failure = lambda method, path: None
+    assert named < await parts_at(proxy, url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    second = await asyncio.to_thread(open_after_lease, url)
+    await asyncio.to_thread(second.claim, second.first_epoch)
+    assert await parts_at(proxy, url) == named
+    second.close()
 
 
 @pytest.mark.slow
@@ -221,8 +256,17 @@ async def test_only_one_of_two_drivers_that_start_together_gets_the_run(
     assert "another driver has just started" in str(next(filter(None, results)))
 
 
-async def compact_after_lease(url: str) -> None:
+def open_after_lease(url: str) -> Any:
     """Take a run over whose driver had a lease of nothing, by the clock of the store (seconds)."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return open_mirror(url, 30.0)
+        except StoreError:
+            assert time.monotonic() < deadline
+
+
+async def compact_after_lease(url: str) -> None:
     deadline = time.monotonic() + 20
     while await asyncio.to_thread(main, ["compact", url]):
         assert time.monotonic() < deadline
