@@ -106,11 +106,13 @@ class Protocol(RuleBasedStateMachine):
         checks.check_invariants(self.path)
         if not list(self.path.glob("epochs/*.json")):
             return
-        rows = Counter(load_run(self.path).trajectories["unit_id"])
+        rows, failed = (
+            Counter(load_run(self.path).arrow(table, ["unit_id"])[0].to_pylist())
+            for table in ("trajectories", "failures")
+        )
         assert set(rows.values()) <= {1}
         _, receipts = checks.read_log(self.path)
-        failed = set(load_run(self.path).failures["unit_id"])
-        assert {unit for unit, _, _ in receipts} <= rows.keys() | failed
+        assert {unit for unit, _, _ in receipts} <= rows.keys() | failed.keys()
 
     def teardown(self) -> None:
         """Whoever is suspended wakes up last of all; then the run is completed and merged."""
