@@ -213,7 +213,8 @@ class RunDir:
         emptied, since batches of two drivers would have the same name."""
         stems = [*self.commit_stems(), *(stem_of(p) for t in TABLES for p in self.parts(t))]
         writers = [f"{name}-0" for name in (*self.writers(), *self.storage.names("quarantine"))]
-        return max([0, *self.epochs(), *(order_of(stem)[0] for stem in (*stems, *writers))])
+        gates = [int(name) for name in self.storage.names("epochs") if name.isdigit()]
+        return max([0, *self.epochs(), *gates, *(order_of(stem)[0] for stem in (*stems, *writers))])
 
     def epoch(self, number: int) -> Epoch:
         """The content of epochs/NUMBER.json.

@@ -293,18 +293,20 @@ async def test_units_with_missing_rows_run_again(runs: dict[str, Path], place: P
         assert driver.report.notes() == []
 
 
-@pytest.mark.parametrize("left", ["commits", "trajectories", "journal"])
+@pytest.mark.parametrize("left", ["commits", "trajectories", "journal", "epochs/3"])
 async def test_epochs_are_not_reused_after_epochs_was_emptied(
     runs: dict[str, Path], place: Path, left: str
 ) -> None:
     """One name with an epoch is enough, whatever else is missing."""
-    shutil.copytree(runs["killed" if left == "journal" else "ended"], place)
+    killed = left in ("journal", "epochs/3")
+    shutil.copytree(runs["killed" if killed else "ended"], place)
     identity = RunDir(place).epoch(1).identity
     for folder in {"epochs", "commits", "journal", "trajectories"} - {left}:
         shutil.rmtree(place / folder)
         (place / folder).mkdir()
+    (place / left).mkdir(exist_ok=True)
     async with await open_run(place, identity, None, OPTIONS) as driver:
-        assert driver.epoch == (4 if left == "journal" else 3)
+        assert driver.epoch == (4 if killed else 3)
         assert driver.report.notes()[-1].startswith("epochs/ lacks")
 
 
