@@ -131,7 +131,7 @@ def regrade(
     grades, and the groups get new rows; the run's own rows stay. Calls of a judge are bound by the
     run's budgets (or --set run.budget_usd=2); the same command continues where it stopped.
 
-    Example: hermes-rl env regrade runs/my_env-my-model --set env.config.strict=true
+    Example: hermes-rl env regrade runs/my_env-my-model
     """
     import dataclasses
     import json
