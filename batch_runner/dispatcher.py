@@ -79,7 +79,7 @@ class SuspensionDetector:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._last = _now()
-        self._pause, self._wait_until = 0.0, self._last
+        self._pause, self._ended = 0.0, self._last
 
     async def watch(self) -> None:
         """Compare the clock at regular intervals."""
@@ -87,15 +87,15 @@ class SuspensionDetector:
             self._look()
             await asyncio.sleep(self._lease_s / 12)
 
-    def last_pause_s(self) -> float:
-        """Return the seconds of the last suspension that may have expired leases; 0 for none."""
+    def pause_since_s(self, moment: float) -> float:
+        """Return the seconds of the last suspension that ended after a moment; 0 for none."""
         self._look()
-        return self._pause if _now() - self._wait_until < 2 * self._lease_s else 0.0
+        return self._pause if self._ended > moment else 0.0
 
     def _look(self) -> None:
         now = _now()
         if now - self._last > self._lease_s / 2:
-            self._pause, self._wait_until = now - self._last, now
+            self._pause, self._ended = now - self._last, now
         self._last = now
 
 
@@ -140,6 +140,8 @@ class Fleet:
 class _Slot:
     capacity: int
     handle: WorkerHandle | None = None
+    asked: float = 0.0
+    """When the last poll began that the worker answered, or its start ended: it lived then."""
     in_flight: dict[str, WorkItem] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the worker shall end once nothing is in flight."""
@@ -323,7 +325,7 @@ class Dispatcher:
         if slot.handle is None:
             await self._recover(writer, "worker_lost", source)
         else:
-            slot.failures, self._any_started = 0, True
+            slot.failures, self._any_started, slot.asked = 0, True, _now()
         self._note_free(slot)
         return slot.handle is not None
 
@@ -368,7 +370,7 @@ class Dispatcher:
                 await handle.kill()
             slot.handle = None  # only now: after a cancelled close the worker must be killed
         except WorkerLost as error:
-            suspended_s = self._suspensions.last_pause_s()
+            suspended_s = self._suspensions.pause_since_s(slot.asked)
             why = f"this process did not run for {suspended_s:.0f} s" if suspended_s else str(error)
             self._listener.report_lost_worker(handle.writer, why)
             slot.handle = None
@@ -388,9 +390,11 @@ class Dispatcher:
         """Pass on receipts until the worker shall close and has nothing in flight. Returns False
         after a fault. Raises: WorkerLost."""
         while slot.in_flight or not slot.closing.is_set():
+            asked = _now()
             reply = await _poll_unless_closing(handle.poll(), slot.closing, slot.in_flight)
             if reply is None:
                 break
+            slot.asked = asked
             for receipt in reply.receipts:
                 if slot.in_flight.pop(receipt.unit_id, None) is not None:
                     await source.receive(receipt)

@@ -383,7 +383,7 @@ class _Link:
         self.end()
         if not ready.done():
             await self._task
-            raise ConnectionError("it ended")
+            raise ConnectionError(_ENDED)
 
     async def _run(self, ready: asyncio.Future[None]) -> None:
         from mcp.client import Client
@@ -510,6 +510,7 @@ def _http(url: str, headers: Mapping[str, str]) -> Transport:
     return connect
 
 
+_ENDED = "it ended"
 _TOO_LONG = f"it sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
 
 
@@ -614,7 +615,7 @@ async def _read(process: Process, to_session: Any, traffic: _Traffic) -> None:
                 ended = await process.poll() is not None
                 if not (data := await process.read()):
                     if ended:
-                        raise ConnectionError("it ended")
+                        raise ConnectionError(_ENDED)
                     await anyio.sleep(_PAUSE_S)
                     continue
                 traffic.bytes += len(data)
@@ -643,6 +644,9 @@ async def _write(process: Process, from_session: Any, to_session: Any, traffic: 
             async for sent in from_session:
                 text = sent.message.model_dump_json(by_alias=True, exclude_unset=True)
                 await process.write(text.encode() + b"\n")
+    except BrokenPipeError:
+        traffic.fault = traffic.fault or ConnectionError(_ENDED)  # as the reader finds
+        await to_session.aclose()
     except (OSError, SandboxError) as error:
         traffic.fault = traffic.fault or error
         await to_session.aclose()

@@ -56,7 +56,11 @@ class Worker:
     writer: str
     mortal: bool = False
     blocks_driver_s: float = 0.0
-    """Time for which the driver does not run before the worker ends."""
+    """Time for which the driver does not run during the first poll."""
+    answers: int = 0
+    """Polls that a mortal one answers before it dies."""
+    late_s: float = 0.0
+    """How long after its death the driver is told."""
     slow: bool = False
     hold: asyncio.Event | None = None
     publishing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,7 +76,10 @@ class Worker:
         if self.hold is not None:
             await self.hold.wait()
         time.sleep(self.blocks_driver_s)  # noqa: ASYNC251  it blocks the driver's event loop
-        if self.mortal:
+        self.blocks_driver_s = 0.0
+        self.answers -= 1
+        if self.mortal and self.answers < 0:
+            await asyncio.sleep(self.late_s)
             raise WorkerLost("it died")
         return Reply(receipts=(receipt_of(got),))
 
@@ -222,11 +229,13 @@ async def test_a_failed_worker_start_is_retried_while_others_work() -> None:
 
 async def test_workers_that_end_while_the_driver_is_suspended_count_as_driver_lost() -> None:
     """The driver was suspended for longer than the lease, as by Ctrl-Z. No unit is given up for
-    that."""
-    scenario = Scenario(workers={1: Worker("1-1", mortal=True, blocks_driver_s=0.5)})
-    await scenario.run(workers=1, concurrency=1, lease_s=0.4)
-    assert ("1-1", "driver_lost") in scenario.recovered
-    assert any("this process did not run for" in note for note in scenario.notes)
+    that, however late the loss is seen, and also when an answer was on its way."""
+    for answers in (0, 1):
+        worker = Worker("1-1", mortal=True, blocks_driver_s=0.5, answers=answers, late_s=0.9)
+        scenario = Scenario(workers={1: worker}, open_items=[item(n) for n in range(3)])
+        await scenario.run(workers=1, concurrency=1, lease_s=0.4)
+        assert scenario.recovered[0] == ("1-1", "driver_lost"), answers
+        assert any("this process did not run for" in note for note in scenario.notes)
     died = Scenario(workers={1: Worker("1-1", mortal=True)})
     await died.run(workers=1, concurrency=1)
     assert ("1-1", "worker_lost") in died.recovered

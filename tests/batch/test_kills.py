@@ -174,7 +174,7 @@ async def test_workers_of_a_suspended_driver_end_after_the_lease(
     out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
     """They publish nothing, and the attempts that they lose never count as failures."""
-    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, "--set", "run.lease_s=3")
+    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, "--set", "run.lease_s=5")
     run = await kit.start_run(*arguments, env=cluster)
     await kit.wait_for_requests(server, 12, run)
     workers = kit.worker_pids(out)
