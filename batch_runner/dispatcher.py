@@ -140,7 +140,7 @@ class Fleet:
 class _Slot:
     capacity: int
     handle: WorkerHandle | None = None
-    asked: float = 0.0
+    polled: float = 0.0
     """When the last poll began that the worker answered, or its start ended: it lived then."""
     in_flight: dict[str, WorkItem] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -325,7 +325,7 @@ class Dispatcher:
         if slot.handle is None:
             await self._recover(writer, "worker_lost", source)
         else:
-            slot.failures, self._any_started, slot.asked = 0, True, _now()
+            slot.failures, self._any_started, slot.polled = 0, True, _now()
         self._note_free(slot)
         return slot.handle is not None
 
@@ -370,7 +370,7 @@ class Dispatcher:
                 await handle.kill()
             slot.handle = None  # only now: after a cancelled close the worker must be killed
         except WorkerLost as error:
-            suspended_s = self._suspensions.pause_since_s(slot.asked)
+            suspended_s = self._suspensions.pause_since_s(slot.polled)
             why = f"this process did not run for {suspended_s:.0f} s" if suspended_s else str(error)
             self._listener.report_lost_worker(handle.writer, why)
             slot.handle = None
@@ -390,11 +390,11 @@ class Dispatcher:
         """Pass on receipts until the worker shall close and has nothing in flight. Returns False
         after a fault. Raises: WorkerLost."""
         while slot.in_flight or not slot.closing.is_set():
-            asked = _now()
+            polled = _now()
             reply = await _poll_unless_closing(handle.poll(), slot.closing, slot.in_flight)
             if reply is None:
                 break
-            slot.asked = asked
+            slot.polled = polled
             for receipt in reply.receipts:
                 if slot.in_flight.pop(receipt.unit_id, None) is not None:
                     await source.receive(receipt)

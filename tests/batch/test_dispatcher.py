@@ -60,7 +60,7 @@ class Worker:
     answers: int = 0
     """Polls that a mortal one answers before it dies."""
     late_s: float = 0.0
-    """How long after its death the driver is told."""
+    """How long after its death the loss is reported."""
     slow: bool = False
     hold: asyncio.Event | None = None
     publishing: asyncio.Event = field(default_factory=asyncio.Event)
