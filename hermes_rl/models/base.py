@@ -259,6 +259,8 @@ class TokenCapture:
     """The sampling that was sent, if it differs from the request's."""
     versions: tuple[VersionSpan, ...] = ()
     """Of the policy, where the response tells them by token."""
+    repeated: bool | None = None
+    """Each event of its stream repeated the answer so far; None if unknown."""
 
 
 @dataclass(frozen=True)

@@ -520,6 +520,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--version", help="of the weights")
     parser.add_argument("--route", dest="routes", help="the only one that it serves")
+    parser.add_argument("--end-logit", type=float, default=END_LOGIT, help="low: long answers")
     parser.add_argument("--whole-characters", action="store_true", help="sample no parts of them")
     parser.add_argument("--close-every", type=float, help="tokens, until a connection is closed")
     parser.add_argument("--token-s", type=float, default=0.0, help="seconds of each token")

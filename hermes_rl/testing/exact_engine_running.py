@@ -70,6 +70,12 @@ class Running(Generic[A]):
         self.version, self.paused, self._end = version, False, end
         self._active: dict[Generation[A], None] = {}
 
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens so far of each answer in progress."""
+        now = asyncio.get_running_loop().time()
+        return [generation.progress(now) for generation in self._active]
+
     def start(self, generation: Generation[A]) -> None:
         """Generate an answer; in a pause, after it."""
         self._active[generation] = None

@@ -173,6 +173,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         self, answer: EngineAnswer, form: StreamForm, *, whole: bool
     ) -> Iterator[Json]:
         every, count, sent = answer.request.interval, len(answer.sampled.ids), 0
+        ids, text, logprobs = list[int](), "", dict[str, list[Any]]()
         for n in range(1, count + 1):
             if n % every != (1 if every > 1 else 0) and not (whole and n == count):
                 continue
@@ -180,19 +181,23 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             starts = (0, *(end for _, end in spans))
             named = tuple(s for s, start in zip(spans, starts, strict=False) if start < s[1])
             version = answer.version and named[-1][0]
-            event = self._event(replace(answer, versions=named, version=version), 0, n)
-            meta = event["meta_info"]
+            event = self._event(replace(answer, versions=named, version=version), sent, n)
+            meta = event["meta_info"] | {"completion_tokens": n}
             if answer.by_token and answer.version is not None:
                 meta["weight_versions"] = _version_spans(named)
             if meta["finish_reason"]["type"] is None:
                 done = whole and n == count
                 meta["finish_reason"] = {"type": answer.sampled.finish} if done else None
-            if form != "cumulative":
-                event["output_ids"] = event["output_ids"][sent:]
-            if form == "incremental" and "output_token_logprobs" in meta:
-                meta["output_token_logprobs"] = meta["output_token_logprobs"][sent:]
+            if "length" in (meta["finish_reason"] or ()):
+                meta["finish_reason"]["length"] = n
+            if form == "cumulative":
+                ids, text = ids + event["output_ids"], text + event["text"]
+                event |= {"output_ids": ids, "text": text}
+            if form != "incremental":
+                for name in meta.keys() & {"output_token_logprobs", "output_top_logprobs"}:
+                    meta[name] = logprobs[name] = logprobs.get(name, []) + meta[name]
             sent = n
-            yield event
+            yield event | {"meta_info": meta}
 
     def leaves_out(self, answer: EngineAnswer) -> bool:
         """Whether a stream lacks some ids of an answer."""

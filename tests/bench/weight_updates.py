@@ -6,7 +6,8 @@ Prints JSON lines: answers per minute without aborts and with one every 2 s and 
 agents, answers of 1 s); whether the lengths of accepted answers are those that the engine drew (a
 two-sample Kolmogorov-Smirnov test over answers whose duration grows with their length); whether
 every token that was sampled is in `segments` once with its logprob and version; whether the lengths
-are right where connections are closed, for each engine; and how long a run takes to end after
+are right where connections are closed, for each engine, and for SGLang's answers that take several
+requests; and how long a run takes to end after
 SIGTERM.
 """
 
@@ -51,11 +52,7 @@ class Numbers(Environment[Config]):
         return float(ctx.member % 2)
 """
 MAX_TOKENS = 64
-CONFIG = {
-    "sandbox": {"backend": "none"},
-    "run": {"allow_unsandboxed": True},
-    "model": {"max_tokens": MAX_TOKENS},
-}
+CONFIG = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
 
 
 @asynccontextmanager
@@ -109,6 +106,7 @@ async def roll(
     *engine: str,
     answers: int | None = None,
     tokens: str = "vllm",
+    max_tokens: int = MAX_TOKENS,
 ) -> dict[str, Any]:
     """Roll out for some seconds from the first group, or until there are enough answers."""
     write_tiny_tokenizer(folder / "tokenizer")
@@ -118,7 +116,7 @@ async def roll(
         policy = Policy(model="toy", base_url=url, tokens=tokens, tokenizer=folder / "tokenizer")
         stream = rollouts(
             str(folder / "numbers.py"), policy, out=folder / "run", group_size=4, concurrency=64,
-            ahead=1000, config=CONFIG,
+            ahead=1000, config=CONFIG | {"model": {"max_tokens": max_tokens}},
         )  # fmt: skip
         async with stream:
             group = await anext(stream)
@@ -190,9 +188,21 @@ def faults_of(groups: Sequence[Any], truth: Sequence[Truth]) -> dict[str, int]:
     }
 
 
+def accepted_lengths(groups: Sequence[Any]) -> list[int]:
+    """Return the tokens of each answer."""
+    return [sum(s.n_sampled for s in m.segments) for g in groups for m in g.members]
+
+
+def compared(accepted: list[int], drawn: list[int]) -> dict[str, Any]:
+    """Compare the lengths of answers with those of uncut ones."""
+    distance, p = ks(accepted, drawn)
+    means = [round(sum(x) / len(x), 2) for x in (accepted, drawn)]
+    return {"accepted": len(accepted), "drawn": len(drawn), "means": means,
+            "ks": round(distance, 4), "p": round(p, 3)}  # fmt: skip
+
+
 def lengths_of(groups: Sequence[Any], truth: Sequence[Truth]) -> dict[str, Any]:
     """Compare the lengths of accepted answers with those that the engine drew."""
-    accepted = [sum(s.n_sampled for s in m.segments) for g in groups for m in g.members]
     rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
     calls = {call["call_id"] for row in rows for call in row["calls"]}
     firsts = (s for g in groups for m in g.members for s in m.segments)
@@ -202,10 +212,7 @@ def lengths_of(groups: Sequence[Any], truth: Sequence[Truth]) -> dict[str, Any]:
         for one in truth
         if one.call_id in calls and one.drawn and one.prompt_ids in prompts
     ]
-    distance, p = ks(accepted, drawn)
-    means = [round(sum(x) / len(x), 2) for x in (accepted, drawn)]
-    return {"accepted": len(accepted), "drawn": len(drawn), "means": means,
-            "ks": round(distance, 4), "p": round(p, 3)}  # fmt: skip
+    return compared(accepted_lengths(groups), drawn)
 
 
 async def drain(folder: Path) -> float:
@@ -258,6 +265,24 @@ async def closes(answers: int) -> None:
         print(json.dumps({"closed": route} | line), flush=True)
 
 
+async def pieces(answers: int) -> None:
+    """Compare the lengths of SGLang's answers in pieces with those of answers that are not cut.
+    Connections are closed after 150 tokens on average."""
+    lengths: list[list[int]] = []
+    common = ("--route", "/generate", "--whole-characters", "--end-logit", "-2")
+    for options in ((), ("--close-every", "150")):
+        with tempfile.TemporaryDirectory() as folder:
+            result = await roll(
+                Path(folder), None, 1800.0, *common, *options,
+                answers=answers, tokens="sglang", max_tokens=600,
+            )  # fmt: skip
+        lengths.insert(0, accepted_lengths(result["taken"]))
+    rows = [m.trajectory for g in result["taken"] for m in g.members if m.trajectory]
+    calls = [call for row in rows for call in row["calls"]]
+    counts = {"calls": len(calls), "redrawn": sum("redrawn_answers" in r["metrics"] for r in rows)}
+    print(json.dumps({"pieces": "/generate"} | counts | compared(*lengths)), flush=True)
+
+
 async def main(seconds: float, answers: int) -> None:
     base = 0
     for every_s in (None, 2.0, 0.8):
@@ -272,6 +297,7 @@ async def main(seconds: float, answers: int) -> None:
     taken, truth = result["taken"], result["truth"]
     print(json.dumps(lengths_of(taken, truth) | faults_of(taken, truth)), flush=True)
     await closes(answers)
+    await pieces(answers)
     with tempfile.TemporaryDirectory() as folder:
         await drain(Path(folder))
 

@@ -285,7 +285,8 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
     async with make_engine(lab, token_s=0.02) as engine:
         policy = policy_at(engine, lab, "vllm")
         async with open_stream(lab, policy) as stream:
-            groups = [await anext(stream)]
+            await until(lambda: engine.requests >= 12 and any(engine.running.tokens))
+            engine.running.pause("keep")
             await policy.pause()
             engine.running.abort_all()
             requests = engine.requests
@@ -293,8 +294,9 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
             assert engine.requests == requests, "no call starts, not even the rest of an answer"
             await policy.set_version(2)
             engine.running.set_version("2")
+            engine.running.resume()
             await policy.resume()
-            groups += [group async for group in stream]
+            groups = [group async for group in stream]
         truth = list(engine.truth)
     rows = [m.trajectory for g in groups for m in g.members if m.trajectory]
     assert len(rows) == 12

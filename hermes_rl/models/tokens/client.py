@@ -66,7 +66,8 @@ def token_client(
         raise UserError(f"no token wire {engine!r}: use one of {', '.join(ROUTES)}")
     wire = TokenWire(engine, renderer.end_ids, endpoint.secrets)
     where = without_version_path(endpoint) if wire.at_root else endpoint
-    return TokenClient(connect(where, wire), renderer, parser, kind=kind, filtered=filtered)
+    inner, longest = connect(where, wire), ROUTES[engine].longest_stream
+    return TokenClient(inner, renderer, parser, kind=kind, filtered=filtered, longest=longest)
 
 
 def client_for(plan: TokenPlan, endpoint: Endpoint, renderer: Renderer | None) -> ModelClient:
@@ -334,6 +335,7 @@ class TokenClient(_ExactClient):
     Args:
         inner: sends `request.prompt_ids` and returns ids.
         parser: of tool calls; None takes the one that fits the template.
+        longest: most tokens of a stream whose events repeat the answer so far.
     """
 
     def __init__(
@@ -344,8 +346,10 @@ class TokenClient(_ExactClient):
         *,
         kind: LogprobsKind = "unknown",
         filtered: bool = False,
+        longest: int | None = None,
     ) -> None:
         super().__init__(inner, kind, filtered)
+        self._longest, self._repeats = longest, True
         self._renderer, self._streams = renderer, False
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
         self._parser = parser or find_parser(renderer.parser_name)
@@ -362,15 +366,17 @@ class TokenClient(_ExactClient):
         done = len(pending.before)
         sampling = _for_rest(with_explicit_filters(request.sampling), done)
         extra = {k: _left(v, done) if k in OUTPUT_LIMITS else v for k, v in request.extra.items()}
+        stream = self._streams and pending.state.streams
+        piece = self._piece(request, done) if stream else None
         try:
             answer = await self._inner.complete(
                 replace(
                     request,
                     prompt_ids=pending.sent,
-                    sampling=sampling,
+                    sampling=replace(sampling, max_tokens=piece) if piece else sampling,
                     extra=extra,
                     logprobs=True,
-                    stream=self._streams and pending.state.streams,
+                    stream=stream,
                     on_delta=None,
                 )
             )
@@ -382,9 +388,13 @@ class TokenClient(_ExactClient):
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:
             raise ProtocolError("the engine returned no token ids", served=True)
+        if answer.tokens.repeated is not None:
+            self._repeats = answer.tokens.repeated
         answer = replace(
             answer, tokens=self._capture(answer.tokens, pending, sampling, request.extra)
         )
+        if answer.finish_reason == "length" and len(sampled) == piece:
+            answer = replace(answer, finish_reason="abort")
         whole = (*pending.before, *sampled)
         reason = self._finish_reason(answer, whole, request.sampling)
         if reason == "abort":
@@ -397,6 +407,18 @@ class TokenClient(_ExactClient):
             request.on_delta(message.content)
         called = bool(message.tool_calls) and ended
         return replace(answer, message=message, finish_reason="tool_calls" if called else reason)
+
+    def _piece(self, request: ModelRequest, done: int) -> int | None:
+        """Return the most tokens of a stream, if that is less than what may be left of the answer.
+        Pieces grow with the answer: a short one takes few bytes, a long one few requests.
+
+        Args:
+            done: number of tokens that the answer has.
+        """
+        if self._longest is None or not self._repeats or request.extra.keys() & {*OUTPUT_LIMITS}:
+            return None
+        piece, most = min(self._longest, max(_FIRST_PIECE, done)), request.sampling.max_tokens
+        return piece if most is None or most - done > piece else None
 
     def _finish_reason(
         self, answer: Completion, whole: tuple[int, ...], sampling: Sampling
@@ -468,6 +490,8 @@ class TokenClient(_ExactClient):
         )
 
 
+_FIRST_PIECE = 128
+"""Tokens of the first stream of an answer, if its events may repeat the answer so far."""
 _SEED_STEP = 2654435761
 """Between the seeds of the requests of one answer: their difference to others' seeds is small."""
 

@@ -85,8 +85,8 @@ class TokenRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The places of a stream's lists, that of the token ids last. An event has their next elements,
     or repeats them from the beginning."""
     longest_stream: int | None = None
-    """Most tokens of a stream; a longer answer takes several. An event whose lists repeat the
-    answer so far has bytes in proportion to its length, and there is one for each token."""
+    """Most tokens of a stream whose events repeat the answer so far: there is an event for each
+    token, so the bytes of a stream grow with the square of its length."""
     likely_count: str
     """The place of the number of likeliest tokens that are requested for each position."""
     unlimited: int | None = None
@@ -147,7 +147,7 @@ class TokenWire:
         params |= sampling_of(sampling)
         if params["top_k"] < 0:
             params["top_k"] = route.all_tokens
-        most, seed = self._cap(request) or sampling.max_tokens, sampling.seed
+        most, seed = sampling.max_tokens, sampling.seed
         values = {
             "model": request.model,
             "call_id": request.call_id,
@@ -162,12 +162,6 @@ class TokenWire:
                 _put(form, place, values[name])
         params |= request.extra
         return form
-
-    def _cap(self, request: ModelRequest) -> int | None:
-        """Return the tokens that are requested at first of an answer that may be longer."""
-        longest, most = self._route.longest_stream, request.sampling.max_tokens
-        capped = request.stream and longest is not None and (most is None or most > longest)
-        return longest if capped else None
 
     def ask_likely(self, form: Json, most: int) -> None:
         """Change a body so that it also requests the likeliest tokens of each position."""
@@ -231,8 +225,6 @@ class TokenWire:
         finish = self._pick(form, "finish")
         if self._route.finish is not None:
             finish = self._route.finish.get(str(finish))
-        if finish == "length" and len(ids) == self._cap(request):
-            finish = "abort"
         return context.completion(
             envelope,
             AssistantMessage(),
@@ -318,6 +310,7 @@ class _TokenStream(EventDecoder):
     ) -> None:
         super().__init__(context)
         self._route, self._read, self._form = route, read, Json()
+        self._repeats: bool | None = None
         self._version: Any = None
         """Named by the last event."""
 
@@ -360,7 +353,10 @@ class _TokenStream(EventDecoder):
             if isinstance(earlier, list) and earlier:
                 new = pick(event, place)
                 new = new if isinstance(new, list) else []
-                _put(self._form, place, self._joined(earlier, new, total))
+                joined = self._joined(earlier, new, total)
+                if new:
+                    self._repeats = self._repeats or joined is new
+                _put(self._form, place, joined)
         self._version = pick(event, read.get("version", ""))
 
     def _joined(self, earlier: list[Any], new: list[Any], total: int | None) -> list[Any]:
@@ -371,14 +367,13 @@ class _TokenStream(EventDecoder):
         Args:
             total: tokens so far; None if only the last event counts them.
         """
-        if total is None or not new:
-            return earlier + new
-        named = _named_ids(pick(self._form, self._route.read["named"])) or []
-        for ids in (named, named[:-1]):  # some versions leave the end token out
-            for joined in (new, earlier + new):
-                if joined == ids:
-                    return joined
-        return new if len(new) == total else earlier + new
+        joined = earlier + new
+        if len(new) == total:
+            return new
+        if new and len(new) + 1 == total:  # some versions leave the end token out of the ids
+            named = _named_ids(pick(self._form, self._route.read["named"])) or []
+            return new if new == named[:-1] and joined != named else joined
+        return joined
 
     def _answer(self) -> Completion:
         if pick(self._form, self._route.read["finish"]) is not None:
@@ -395,7 +390,9 @@ class _TokenStream(EventDecoder):
             if left_out > 0:
                 raise IdsLeftOut(f"the stream left out {left_out} of {total} ids", served=True)
         answer = self._read(self._form)
-        if answer.tokens and answer.tokens.versions:
+        assert answer.tokens is not None
+        answer = replace(answer, tokens=replace(answer.tokens, repeated=self._repeats))
+        if answer.tokens.versions:
             return answer
         # The headers came before the tokens: what they name is not the version of all of them.
         return replace(answer, policy_version=None if self._version is None else str(self._version))

@@ -1,6 +1,7 @@
 """Token-in clients when something is wrong: requests that cannot keep ids, servers that fail."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from engines_kit import (
@@ -36,7 +37,7 @@ from hermes_rl.models import (
     TokenCapture,
 )
 from hermes_rl.models.tokens import TokenClient, TokenWire, token_client
-from hermes_rl.testing import tiny_renderer
+from hermes_rl.testing import FaultPlan, tiny_renderer
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,42 @@ async def test_failed_call_does_not_change_the_next_prompt(tmp_path, wire, fault
     assert answer.tokens.fork_reason is None
     lost = [entry.prompt_ids for entry in engine.truth if entry.outcome == "cut"]
     assert all(prompt == answer.tokens.prompt_ids for prompt in lost)
+
+
+@pytest.mark.parametrize(
+    ("form", "pieces"),
+    [
+        *((form, [[128, 128, 256, 188], [128, 128, 256, 188]]) for form in ("cumulative", "mixed")),
+        ("incremental", [[128, 572], [700]]),
+    ],
+)
+async def test_sglang_streams_in_growing_pieces_only_where_events_repeat_the_answer(
+    tmp_path, form, pieces
+):
+    seen = []
+    async with client_at("sglang", tmp_path / "t", end_logit=-30.0, stream_form=form) as (
+        engine,
+        client,
+    ):
+        engine.faults = FaultPlan(rates={"reset": 1.0})
+        with pytest.raises(ConnectionLost):
+            await client.complete(request_of(Conversation(user_turn("a"))))
+        engine.faults = FaultPlan()
+        for number in range(len(pieces)):
+            conversation = Conversation(user_turn(f"Number {number}."))
+            sampling = Sampling(temperature=1.0, max_tokens=700)
+            request = request_of(conversation, number, sampling=sampling)
+            answer = await client.complete(request)
+            seen.append([len(answer.tokens.completion_ids)])
+            while answer.finish_reason == "abort":
+                request = replace(request, partial=answer.partial)
+                answer = await client.complete(request)
+                seen[-1].append(len(answer.tokens.completion_ids))
+            assert answer.finish_reason == "length"
+    assert seen == pieces
+    assert [len(one.sampled_ids) for one in engine.truth[1:]] == [
+        n for each in pieces for n in each
+    ]
 
 
 @pytest.mark.parametrize("wire", WIRES)
