@@ -40,6 +40,7 @@ from hermes_rl.models.tokens.parsers import ToolCallParser, find_parser
 from hermes_rl.models.tokens.plan import TokenPlan, with_explicit_filters
 from hermes_rl.models.tokens.renderer import Renderer
 from hermes_rl.models.tokens.template import Tools
+from hermes_rl.models.tokens.tokenizer import Tokenizer
 from hermes_rl.usage import Usage
 
 
@@ -242,11 +243,19 @@ class _ExactClient(ABC):
         inner: sends the requests.
         kind: what its logprobs mean, as a probe found.
         filtered: they are taken after top-p, top-k and min-p, as a probe found.
+        tokenizer: of the model, if it is known.
     """
 
-    def __init__(self, inner: ModelClient, kind: LogprobsKind, filtered: bool) -> None:
+    def __init__(
+        self,
+        inner: ModelClient,
+        kind: LogprobsKind,
+        filtered: bool,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.api_mode, self.endpoint = inner.api_mode, inner.endpoint
         self._inner, self._kind, self._filtered = inner, kind, filtered
+        self._tokenizer = tokenizer
 
     @abstractmethod
     async def complete(self, request: ModelRequest) -> Completion:
@@ -268,6 +277,27 @@ class _ExactClient(ABC):
     def _kind_in(self, sampling: Sampling, extra: Mapping[str, Any]) -> LogprobsKind:
         """Return what the logprobs of a call mean."""
         return classify_call_logprobs(self._kind, self._filtered, {**sampling.as_dict(), **extra})
+
+    def _check_ids(self, tokens: TokenCapture) -> None:
+        """Raises: ProtocolError for an id that the model cannot have sampled."""
+        ids, known = (*(tokens.prompt_ids or ()), *(tokens.completion_ids or ())), self._tokenizer
+        unknown = next((i for i in ids if i >= _STORED_IDS), None)
+        if unknown is None and known is not None:
+            unknown = known.find_unknown_id(ids)
+        if unknown is not None:
+            raise ProtocolError(
+                f"{self.api_mode} at {self.endpoint} returned token id {unknown}, outside of "
+                + (
+                    f"the {_STORED_IDS} that can be stored"
+                    if known is None
+                    else f"the vocabulary of {known.rows} tokens. endpoint.tokenizer must be the "
+                    "engine's, with config.json if the model has more ids than its tokenizer"
+                ),
+                served=True,
+            )
+
+
+_STORED_IDS = 1 << 31
 
 
 class ChatIdsClient(_ExactClient):
@@ -305,6 +335,7 @@ class ChatIdsClient(_ExactClient):
         answer = await self._inner.complete(sent)
         if answer.tokens is None:
             return answer
+        self._check_ids(answer.tokens)
         tokens = replace(answer.tokens, sampling=sent.sampling)
         if _contradict(tokens, answer.usage):  # ids are missing: none of the others can be trained
             tokens = replace(tokens, logprobs=None)
@@ -348,7 +379,7 @@ class TokenClient(_ExactClient):
         filtered: bool = False,
         longest: int | None = None,
     ) -> None:
-        super().__init__(inner, kind, filtered)
+        super().__init__(inner, kind, filtered, renderer.tokenizer)
         self._longest, self._repeats = longest, True
         self._renderer, self._streams = renderer, False
         self._control = frozenset(t.id for t in renderer.tokenizer.added if t.special)
@@ -388,6 +419,7 @@ class TokenClient(_ExactClient):
         sampled = answer.tokens.completion_ids if answer.tokens is not None else None
         if answer.tokens is None or sampled is None:
             raise ProtocolError("the engine returned no token ids", served=True)
+        self._check_ids(answer.tokens)
         if answer.tokens.repeated is not None:
             self._repeats = answer.tokens.repeated
         answer = replace(

@@ -391,8 +391,9 @@ class _TokenStream(EventDecoder):
                 raise IdsLeftOut(f"the stream left out {left_out} of {total} ids", served=True)
         answer = self._read(self._form)
         assert answer.tokens is not None
-        answer = replace(answer, tokens=replace(answer.tokens, repeated=self._repeats))
-        if answer.tokens.versions:
+        tokens = replace(answer.tokens, repeated=self._repeats)
+        answer = replace(answer, tokens=tokens)
+        if tokens.versions:
             return answer
         # The headers came before the tokens: what they name is not the version of all of them.
         return replace(answer, policy_version=None if self._version is None else str(self._version))

@@ -228,7 +228,7 @@ def build_renderer(
     variables: Mapping[str, Any] | None = None,
 ) -> Renderer:
     """Return the renderer of files that were read. Raises: as `load_renderer`."""
-    tokenizer = Tokenizer(files.tokenizer, special=files.special, added=files.added)
+    tokenizer = files.build()
     sources: Mapping[str, str] | str = files.templates if template is None else template
     chat_template = Template(sources, variables={**files.named, **(variables or {})})
     end = files.named.get("eos_token")

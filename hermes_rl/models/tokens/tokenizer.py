@@ -46,6 +46,7 @@ class Tokenizer:
         source: the text of `tokenizer.json`. Truncation and padding in it are left out.
         special: texts of added tokens that other files of the model call special.
         added: tokens that only other files of the model list, in the form of `added_tokens`.
+        rows: number of ids of the model, which may have more than its tokenizer; 0 if unknown.
 
     Raises:
         UserError: it is not such a file, or its added tokens do not get the ids in it.
@@ -57,6 +58,7 @@ class Tokenizer:
         *,
         special: Iterable[str] = (),
         added: Iterable[Mapping[str, Any]] = (),
+        rows: int = 0,
     ) -> None:
         raw = source.encode() if isinstance(source, str) else source
         self.sha256 = hashlib.sha256(raw).hexdigest()
@@ -76,6 +78,8 @@ class Tokenizer:
         self._ids = {token.text: token.id for token in self.added}
         self._texts = {token.id: token.text for token in self.added}
         self._renamed: dict[int, tokenizers.Tokenizer] = {}
+        self.rows = max(rows, self.size)
+        """Number of ids of the model, as far as its files tell."""
 
     def encode(self, text: str, mark: str = "") -> list[int]:
         """Return the ids of a text; nothing is added.
@@ -104,6 +108,12 @@ class Tokenizer:
     def any_id_of(self, text: str) -> int | None:
         """Return the id of any token by its name in the vocabulary."""
         return self._plain.token_to_id(text)
+
+    def find_unknown_id(self, ids: Sequence[int]) -> int | None:
+        """Return the first id that neither the model nor its tokenizer has."""
+        if not ids or max(ids) < self.rows:
+            return None
+        return next((i for i in ids if i >= self.rows and self._plain.id_to_token(i) is None), None)
 
     @property
     def size(self) -> int:
@@ -241,12 +251,18 @@ class TokenizerFiles:
     """Added tokens that tokenizer_config.json or added_tokens.json list."""
     end_ids: frozenset[int] = frozenset()
     """Of generation_config.json and config.json."""
+    rows: int = 0
+    """`vocab_size` of config.json; 0 without one."""
 
     @property
     def special(self) -> frozenset[str]:
         """The texts of the special tokens."""
         values = (v if isinstance(v, list) else [v] for v in self.named.values())
         return frozenset(text for value in values for text in value)
+
+    def build(self) -> Tokenizer:
+        """Return the tokenizer. Raises: UserError."""
+        return Tokenizer(self.tokenizer, special=self.special, added=self.added, rows=self.rows)
 
 
 def folder_of(path_or_name: str | Path, revision: str | None = None) -> Path:
@@ -286,8 +302,7 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
 
     Raises: UserError when files are missing or unreadable.
     """
-    files = read_folder(folder_of(path_or_name))
-    return Tokenizer(files.tokenizer, special=files.special, added=files.added)
+    return read_folder(folder_of(path_or_name)).build()
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
@@ -308,6 +323,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
         named=named,
         added=tuple(_added(config, _json(folder / "added_tokens.json"))),
         end_ids=_end_ids(folder),
+        rows=_rows(_json(folder / "config.json")),
     )
 
 
@@ -366,6 +382,13 @@ def _added(config: Mapping[str, Any], by_text: Mapping[str, Any]) -> Iterator[Ma
     for text, token_id in by_text.items():
         if isinstance(token_id, int):
             yield {**plain, "content": text, "id": token_id, "special": False}
+
+
+def _rows(config: Mapping[str, Any]) -> int:
+    """Return the number of ids of a model; models of several media have a part for text."""
+    part = config.get("text_config")
+    forms = (config, part if isinstance(part, dict) else {})
+    return max((n for form in forms if type(n := form.get("vocab_size")) is int), default=0)
 
 
 def _end_ids(folder: Path) -> frozenset[int]:

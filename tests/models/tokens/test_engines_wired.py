@@ -1,10 +1,21 @@
 """From a configuration to exact ids: what a run's context opens, under faults and retries."""
 
 import asyncio
+import json
 from itertools import pairwise
 
 import pytest
-from engines_kit import FREE, ROUTES, TOOLS, config_of, continues, engine_at, script, user_turn
+from engines_kit import (
+    FREE,
+    ROUTES,
+    TOOLS,
+    WIRES,
+    config_of,
+    continues,
+    engine_at,
+    script,
+    user_turn,
+)
 
 from hermes_rl.config import parse_config
 from hermes_rl.errors import UserError
@@ -13,7 +24,7 @@ from hermes_rl.messages import ToolMessage
 from hermes_rl.models import Completion, Conversation, ModelRequest
 from hermes_rl.models.calls import ModelCaller, RetryPolicy
 from hermes_rl.models.providers import wanted_token_ids
-from hermes_rl.testing import FaultPlan
+from hermes_rl.testing import FaultPlan, write_tiny_tokenizer
 from hermes_rl.wiring import open_run_context, reach
 
 STEPS = ({"reasoning": "so", "run": "ls"}, {"text": "on", "calls": [{}, {}]}, "end")
@@ -75,6 +86,38 @@ async def test_every_token_wire_keeps_ids_through_retries(tmp_path, way):
         for before, after in pairwise(answers):
             assert continues(after, before)
             assert after.tokens.fork_reason is None
+
+
+@pytest.mark.parametrize("way", WIRES)
+async def test_token_ids_outside_of_the_vocabulary_are_refused_and_the_answer_drawn_again(
+    tmp_path, way
+):
+    """The engine has one token more than the tokenizer of the run, until config.json names it."""
+    folder = write_tiny_tokenizer(tmp_path / "smaller")
+    form = json.loads((folder / "tokenizer.json").read_bytes())
+    last = form["added_tokens"].pop()
+    (folder / "tokenizer.json").write_text(json.dumps(form))
+    async with engine_at(tmp_path / "t", routes=frozenset({ROUTES[way]})) as engine:
+        named = {"tokens": "auto", "tokenizer": str(folder)}
+        config = parse_config(config_of(engine, endpoint=named))
+        tokens = (await reach(config)).tokens
+        calls, port = [], engine.port
+        for vocabulary in ({}, {"vocab_size": last["id"] + 1}):
+            (folder / "config.json").write_text(json.dumps(vocabulary))
+            log = EventLog()
+            async with open_run_context(
+                config, run_id="r", concurrency=1, config_hash="c", tokens=tokens
+            ) as context:
+                patience = RetryPolicy(base_s=0.01, cap_s=0.02)
+                caller = ModelCaller(context.models.routes("toy"), log, patience)
+                text = f"{vocabulary} {script([{'raw': last['content']}, 'done'])}"
+                answers = await episode(caller, text)
+            assert [a.message.content for a in answers] == ["" if vocabulary else "done"]
+            calls.append([e for e in log.events if isinstance(e, CallEnded)])
+    (refused, repeated), (accepted,) = calls
+    assert (refused.outcome, repeated.error, accepted.error) == ("cut", None, None)
+    assert f" at 127.0.0.1:{port} returned token id {last['id']}, outside of " in refused.error
+    assert f"the vocabulary of {last['id']} tokens" in refused.error
 
 
 async def test_run_context_probes_for_ids_only_with_preset_rl(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hermes_rl.config_endpoint import EndpointSection
-from hermes_rl.errors import AuthError, UserError
+from hermes_rl.errors import AuthError, ProtocolError, UserError
 from hermes_rl.messages import AssistantMessage
 from hermes_rl.models import (
     Completion,
@@ -116,6 +116,8 @@ class Answering:
 
     api_mode, endpoint = "chat_completions", "here"
 
+    sampled = (4, 5)
+
     def __init__(self, **usage: int) -> None:
         self.requests: list[ModelRequest] = []
         self._usage = Usage(**usage) if usage else None
@@ -125,7 +127,7 @@ class Answering:
 
     async def complete(self, request: ModelRequest) -> Completion:
         self.requests.append(request)
-        tokens = TokenCapture((1, 2, 3), (4, 5), (-0.5, -0.25))
+        tokens = TokenCapture((1, 2, 3), self.sampled, (-0.5, -0.25))
         return Completion(AssistantMessage(content="a"), "stop", self._usage, tokens=tokens)
 
     async def aclose(self) -> None:
@@ -167,6 +169,13 @@ async def test_incomplete_ids_are_not_trained_on(usage, kept):
     answer = await client.complete(request_of(Conversation(user_turn("a"))))
     assert answer.tokens.completion_ids == (4, 5)
     assert (answer.tokens.logprobs is not None) == kept
+
+
+async def test_ids_of_a_chat_endpoint_that_cannot_be_stored_are_refused():
+    inner = Answering()
+    inner.sampled = (4, 1 << 31)
+    with pytest.raises(ProtocolError, match="at here returned token id 2147483648, outside of"):
+        await ChatIdsClient(inner).complete(request_of(Conversation(user_turn("a"))))
 
 
 @given(logits, st.integers(3, 20))
