@@ -9,8 +9,10 @@ import http.client
 import itertools
 import json
 import os
+import socket
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -338,6 +340,66 @@ def refused(folder: Path, *options: str) -> str:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     return done.stderr
+
+
+QUICK = """
+from hermes_rl.rl import ApiOptions, run_api
+run_api(ApiOptions(port=0, head_s=0.5, body_s=0.2), lambda url: print(url, flush=True))
+"""
+HEAD = b"POST /register HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+LATE = b"the head of the request is too slow\n"
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[int]:
+    """The port of a server with little time for heads and bodies."""
+    command = [sys.executable, "-c", QUICK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline().rpartition(":")[2])
+        process.kill()
+
+
+def answers_to(port: int, *parts: bytes) -> tuple[list[int], bytes]:
+    """The statuses and the text of what answers a request that is sent in parts and not ended.
+    A head that a busy machine sends too late is sent again."""
+    while True:
+        answer = b""
+        client = socket.create_connection(("127.0.0.1", port), timeout=60)
+        with client, contextlib.suppress(ConnectionError):
+            for number, part in enumerate(parts):
+                time.sleep(0.4 if number else 0.0)
+                client.sendall(part)
+            while received := client.recv(1 << 16):
+                answer += received
+        statuses = [int(text[:3]) for text in answer.split(b"HTTP/1.1 ")[1:]]
+        if statuses and (statuses != [408] or LATE not in answer or b"\r\n\r\n" not in parts[0]):
+            return statuses, answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses", "text"),
+    [
+        (b"", [408], LATE),
+        (HEAD, [408], LATE),
+        (HEAD + b"content-length: 9\r\n\r\n{", [408], b"the body is too slow: 1 bytes"),
+        (HEAD + b"content-length: 2\r\n\r\n{}" + HEAD, [422, 408], LATE),
+        (HEAD + b"origin: x\r\ncontent-length: 9\r\n\r\n{", [403, 408], LATE),
+    ],
+)
+def test_a_request_that_trickles_ends_with_408(
+    quick: int, sent: bytes, statuses: list[int], text: bytes
+) -> None:
+    found, answer = answers_to(quick, sent)
+    assert found == statuses
+    assert text in answer
+
+
+def test_an_upload_that_is_slow_and_moves_is_taken(quick: int) -> None:
+    """The first half takes more time than a small body has, and gives it a minute."""
+    half = b" " * (1 << 20)
+    head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % (2 * len(half) + 2)
+    assert answers_to(quick, head + half, half + b"{}")[0] == [422]
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, api: Api) -> None:

@@ -5,6 +5,7 @@ FastAPI and uvicorn are imported here, so that only `hermes-rl api` needs them.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import gzip
@@ -29,6 +30,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hermes_rl.errors import UserError
 from hermes_rl.network import is_local_name, is_loopback
@@ -164,6 +166,10 @@ class ApiOptions:
     max_body: int = 1 << 28
     """Bytes of a request, inflated."""
     limits: ApiLimits = field(default_factory=ApiLimits)
+    head_s: float = 30.0
+    """Seconds for the head of a request."""
+    body_s: float = 60.0
+    """Seconds for a body, and one more for each 16 KB of it that arrive."""
 
 
 class Gate:
@@ -185,7 +191,8 @@ class Gate:
                 body = await self._read(receive, b"gzip" in headers.get(b"content-encoding", b""))
             except ValueError as error:
                 status, text = error.args
-                refusal = PlainTextResponse(text, status)
+                headers_sent = {"Connection": "close"} if status == 408 else None
+                refusal = PlainTextResponse(text, status, headers_sent)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -231,16 +238,26 @@ class Gate:
     async def _read(self, receive: Any, compressed: bool) -> bytes:
         """Raises: ValueError with status and text."""
         most, parts, size, more = self.options.max_body, [], 0, True
-        while more:
-            message = await receive()
-            part = message.get("body", b"")
-            size += len(part)
-            if size > most:
-                raise ValueError(413, f"more than {most} bytes\n")
-            parts.append(part)
-            more = message.get("more_body", False)
+        until = asyncio.get_running_loop().time() + self.options.body_s
+        try:
+            async with asyncio.timeout_at(until) as timeout:
+                while more:
+                    message = await receive()
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
+                        raise ValueError(413, f"more than {most} bytes\n")
+                    parts.append(part)
+                    more = message.get("more_body", False)
+                    timeout.reschedule(until + size / _BYTES_PER_S)
+        except TimeoutError:
+            raise ValueError(408, f"the body is too slow: {size} bytes have arrived\n") from None
         body = b"".join(parts)
         return await run_in_threadpool(_inflate, body, most) if compressed and body else body
+
+
+_BYTES_PER_S = 16_384
+"""Slowest upload of a large body that is waited for."""
 
 
 def _inflate(body: bytes, most: int) -> bytes:
@@ -439,8 +456,55 @@ def run_api(options: ApiOptions, announce: Callable[[str], None]) -> None:
             host, port = bound.getsockname()[:2]
             announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
             app = _make_app(queue, options)
-            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=10)
+            config = uvicorn.Config(
+                app,
+                http=_protocol(options.head_s),
+                log_level="warning",
+                timeout_graceful_shutdown=10,
+            )
             _Server(config).run(sockets=[bound])
+
+
+def _protocol(head_s: float) -> type[H11Protocol]:
+    """Return uvicorn's protocol with a limit of time for the head of each request, and for what a
+    client sends of a body that was already refused."""
+
+    class Protocol(H11Protocol):
+        late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            super().connection_made(transport)
+            self.await_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self.late is not None:
+                self.late.cancel()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self.await_head()
+
+        def await_head(self) -> None:
+            if self.late is not None:
+                self.late.cancel()
+            self.late = self.loop.call_later(head_s, self.check_head)
+
+        def check_head(self) -> None:
+            waits = self.cycle is None or self.cycle.response_complete
+            if waits and not self.transport.is_closing():
+                self.transport.write(_LATE_HEAD)
+                self.transport.close()
+
+    return Protocol
+
+
+_LATE_TEXT = b"the head of the request is too slow\n"
+_LATE_HEAD = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s"
+) % (len(_LATE_TEXT), _LATE_TEXT)
 
 
 class _Server(uvicorn.Server):
