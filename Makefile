@@ -38,10 +38,11 @@ smoke: dev-venv ## run a small part of the tests, for another Python (PYTHON=/pa
 	@$(VENV)/bin/hermes-rl --help >/dev/null
 	@$(RUN) -m pytest tests/house/test_imports.py tests/ground tests/tools tests/rollout/test_rollout.py tests/packaging
 
-lint: dev-venv ## check style, formatting and strict types
+lint: dev-venv ## check style, formatting, strict types and the programs in the docs
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+	@$(RUN) scripts/docs_code.py .make/docs
 
 size: ## compare lines, files and Python tokens per package with their budgets
 	@$(or $(PYTHON),python3) scripts/size.py

@@ -1,10 +1,15 @@
 """What a newcomer reads first is short and true: links lead somewhere, examples are good rows."""
 
+import importlib
 import json
 import re
+import shlex
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 from hermes_rl.store import TRAJECTORIES
 from hermes_rl.tasks import parse_row
@@ -52,6 +57,33 @@ def test_every_page_of_the_docs_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {page for page in pages if f"({page})" not in index} == set()
+
+
+@cache
+def command_of(name: str) -> Any:
+    """A command as click sees it, with its options."""
+    module = importlib.import_module(f"hermes_rl.cli.{name}_command")
+    app = getattr(module, "app", None) or typer.Typer()
+    if not hasattr(module, "app"):
+        app.command()(module.command)
+    return typer.main.get_command(app)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_command_lines_use_commands_and_options_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    code = "".join(re.findall(r"^```.*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    lines = re.findall(r"^\s*(?:\$ )?hermes-rl (.*)", code.replace("\\\n", " "), re.MULTILINE)
+    wrong = []
+    for line in lines:
+        name, *arguments = shlex.split(line, comments=True)
+        command = command_of(name)
+        if hasattr(command, "commands"):
+            command = command.commands[arguments[0]]
+        known = {option for p in command.params for option in (*p.opts, *p.secondary_opts)}
+        used = {part.partition("=")[0] for part in arguments if re.match("--?[a-z]", part)}
+        wrong += [f"{option} in {line}" for option in used - known]
+    assert wrong == []
 
 
 def test_the_tasks_in_the_readme_are_valid() -> None:
