@@ -116,7 +116,7 @@ async def test_a_run_does_not_wait_for_the_reader_of_its_events(
 ) -> None:
     """It finishes while its pipe is full; all events follow when they are read. A reader that goes
     away does not end it either."""
-    tasks = [kit.make_task(n) for n in range(30)]
+    tasks = [kit.make_task(n, turns=1) for n in range(15)]
     for goes_away in (False, True):
         folder, run_dir = tmp_path / f"{goes_away}", RunDir(tmp_path / f"{goes_away}" / "run")
         folder.mkdir()
