@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import trl
@@ -12,6 +13,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+QUICK: dict[str, Any] = {
+    "max_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "report_to": [],
+}
+"""Settings of one step of training on the CPU."""
 
 
 def load_tokenizer(template: str) -> PreTrainedTokenizerFast:

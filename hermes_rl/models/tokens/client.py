@@ -281,7 +281,8 @@ class _ExactClient(ABC):
     def _check_ids(self, tokens: TokenCapture) -> None:
         """Raises: ProtocolError for an id that the model cannot have sampled."""
         ids, known = (*(tokens.prompt_ids or ()), *(tokens.completion_ids or ())), self._tokenizer
-        unknown = next((i for i in ids if i >= _STORED_IDS), None)
+        greatest = max(ids, default=0)
+        unknown = greatest if greatest >= _STORED_IDS else None
         if unknown is None and known is not None:
             unknown = known.find_unknown_id(ids)
         if unknown is not None:

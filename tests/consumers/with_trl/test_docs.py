@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 import trl
 from conftest import ExportedRun
-from trainer_side import byte_tokenizer, tiny_model
+from trainer_side import QUICK, byte_tokenizer, tiny_model
 
 PAGE = Path(__file__).parents[3] / "docs" / "training.md"
-QUICK: dict[str, Any] = {
-    "max_steps": 1,
-    "use_cpu": True,
-    "bf16": False,
-    "save_strategy": "no",
-    "report_to": [],
-}
 
 
 @pytest.mark.reads("trl", "trl-tokens", "trl-grpo")

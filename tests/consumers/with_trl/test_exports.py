@@ -8,16 +8,8 @@ import pytest
 import torch
 from conftest import ExportedRun
 from datasets import Dataset, load_dataset
-from trainer_side import byte_tokenizer, tiny_model
+from trainer_side import QUICK, byte_tokenizer, tiny_model
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-
-QUICK: dict[str, Any] = {
-    "max_steps": 1,
-    "use_cpu": True,
-    "bf16": False,
-    "save_strategy": "no",
-    "report_to": [],
-}
 
 
 def load(path: str, cache: str) -> Dataset:
