@@ -170,11 +170,19 @@ def secrets_in(run: Path) -> Iterator[str]:
     """
     SECRETS.learn_environment()
     _learn_keys_of(run)
-    for path in sorted(run.rglob("*")):
-        if path.suffix == ".parquet":
-            yield from _in_table(path)
-        elif path.suffix in _TEXT and path.is_file():
-            yield from _in_text(path)
+    searched = set[Path]()
+    again = True
+    while again:
+        again = not searched  # a batch that is published during one listing may not be in it
+        for path in sorted({*run.rglob("*")} - searched):
+            searched.add(path)
+            try:
+                if path.suffix == ".parquet":
+                    yield from _in_table(path)
+                elif path.suffix in _TEXT and not path.is_dir():
+                    yield from _in_text(path)
+            except FileNotFoundError:  # published or merged meanwhile: its rows are in another file
+                again = True
 
 
 def count_workspace_archives(run: Path) -> int:
@@ -211,6 +219,8 @@ def _in_table(path: Path) -> Iterator[str]:
                         unit = _unit(row)
                         yield f"{path} row {number} ({unit}) column {column}: {_shown(leak)}"
                     number += 1
+    except FileNotFoundError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
         yield f"{path}: cannot be read: {str(error).partition(chr(10))[0]}"
 
@@ -236,6 +246,8 @@ def _in_text(path: Path) -> Iterator[str]:
                 unpacked = decode_line(line) or line  # of a journal
                 for leak in find_leaks(unpacked.decode("utf-8", "replace")):
                     yield f"{path} line {number}: {_shown(leak)}"
+    except FileNotFoundError:
+        raise
     except OSError as error:
         yield f"{path}: cannot be read: {error.strerror}"
 

@@ -275,6 +275,8 @@ class RemoteRun:
             try:
                 self._fs.get_file(self._key(stored.object), str(temporary))
                 same = file_sha256(temporary) == stored.sha256
+                if not same:
+                    os.utime(temporary, (0, 0))  # so that `is_same` does not accept it
                 os.replace(temporary, place)
             except FileNotFoundError:
                 return f"{self.url}/{stored.object}: is missing"
@@ -405,11 +407,13 @@ def _fetch_into(remote: RemoteRun, folder: Path, whole: bool) -> list[str]:
 
 
 def is_same(place: Path, name: str, stored: Stored) -> bool:
-    """Whether a file has the size of the log, and the content, if that may change."""
+    """Whether a file has the size of the log, and the content, if that may change. Never for one
+    that differed when it was fetched."""
     try:
-        same = place.stat().st_size == stored.size
+        found = place.stat()
     except OSError:
         return False
+    same = found.st_size == stored.size and found.st_mtime_ns != 0
     return same and (stored.object == name or file_sha256(place) == stored.sha256)
 
 

@@ -22,7 +22,7 @@ from invariants import GlobReader, glob_units
 from scripted_driver import Plan
 from scripted_rows import CONFIG, Play, make_finished, run_attempt
 
-from hermes_rl.cli import faults_of
+from hermes_rl.cli import faults_of, main
 from hermes_rl.errors import StoreError
 from hermes_rl.store import (
     COMPACTION_POINTS,
@@ -161,7 +161,7 @@ def test_a_late_batch_survives_an_interrupted_merge(
 
 
 def test_readers_at_the_moment_of_a_merge(
-    play: Play, finished: Path, monkeypatch: pytest.MonkeyPatch
+    play: Play, finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The merge replaces files, and the record of an earlier one, after a reader has found them and
     before it opens them."""
@@ -177,10 +177,20 @@ def test_readers_at_the_moment_of_a_merge(
         monkeypatch.setattr(target, merge_and_read)
 
     compact_run(finished, grace_s=0)
-    for units in (20, 26):
+    for units in (18, 22, 26):
         assert play(path=finished, units=units) == 0
         rows = glob_units(finished)
-        if units == 20:
+        if units == 18:
+            done = finished.parent / "done-9.jsonl"
+            row = make_finished(90, content="ghp_" + "aB3d" * 9)
+            done.write_bytes(encode_line(encode(row)))
+            publish_batch(RunDir(finished), done, "1-0-9")
+            merge_before_the_first_call("pyarrow.parquet.ParquetFile", pq.ParquetFile, 0)
+            assert main(["check", str(finished), "--secrets"]) == 2
+            lines = capsys.readouterr().err.splitlines()
+            columns = [line.partition(" column ")[2].partition(":")[0] for line in lines]
+            assert columns == ["final_response", "messages"], lines
+        elif units == 22:
             merge_before_the_first_call("hermes_rl.store.commit.file_sha256", file_sha256, 0)
             assert faults_of_files(finished) == []
         else:
