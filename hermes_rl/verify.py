@@ -91,11 +91,9 @@ async def grade_task(
         score = await scoring.score(scorer, metrics)
         metrics.update({f"{scorer.name}_{name}": x for name, x in score.metrics.items()})
         rewards.append((score.value, scorer.weight))
-        parts.append(
-            RewardPart(
-                name=scorer.name, score=score.value, weight=scorer.weight, detail=score.reason
-            )
-        )
+        detail = "\n".join(filter(None, [score.reason, *scorer.compared()]))
+        part = RewardPart(name=scorer.name, score=score.value, weight=scorer.weight, detail=detail)
+        parts.append(part)
     # All at 1 give exactly 1.0, whatever the weights.
     total = math.fsum(weight for _, weight in rewards)
     reward = math.fsum(value * weight for value, weight in rewards) / total
@@ -153,7 +151,9 @@ class _Scoring:
             script=tests.script, files=tests.files, timeout_s=tests.timeout_s, score=True
         )
         graded = await _verified(self.sandbox, verifier, self.answer)
-        return Score(graded.reward or 0.0, graded.rewards[0].detail or "")
+        command, _, printed = (graded.rewards[0].detail or "").partition("\n")
+        ended = [] if command.endswith("-> exit 0") else [command.rpartition("-> ")[2]]
+        return Score(graded.reward or 0.0, "\n".join([*ended, *filter(None, [printed])]))
 
     async def _judged(self, scorer: Scorer, metrics: dict[str, float]) -> Score:
         """The verdict of most judges; of as many for several, the one that scores lowest."""

@@ -109,9 +109,11 @@ def trajectory(row: Row) -> str:
         message = json.loads(text) if isinstance(text, str) else text
         if index not in replaced or message["role"] == "user":
             lines += _message(message, info, row)
-    for part in row.get("rewards") or []:
+    parts = row.get("rewards") or []
+    for part in parts:
+        score = f"{reward(part['score'])}  " if len(parts) > 1 and part["detail"] else ""
         first, _, printed = (part["detail"] or reward(part["score"])).partition("\n")
-        lines += [f" {part['name']:<8}  {first}", *indented(printed)]
+        lines += [f" {part['name']:<8}  {score}{first}", *indented(printed)]
     if row.get("error"):
         lines.append(f" error     {row['error']}")
     return visible("\n".join(lines))

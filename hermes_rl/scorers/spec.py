@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +11,8 @@ import msgspec
 from hermes_rl.errors import TaskFault
 from hermes_rl.scorers.answers import MAX_CHOICES
 from hermes_rl.scorers.code import uses_answer
+from hermes_rl.scorers.isolated import formula
+from hermes_rl.text import to_json
 
 MAX_NUMBER = 1e100
 
@@ -23,6 +25,22 @@ class Scorer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of its part of the reward."""
     weight: float = 1.0
     options: dict[str, Any] = {}
+
+    def compared(self) -> Iterator[str]:
+        """What the answer is compared with, one option per line, for people."""
+        for name in _COMPARED:
+            if name in self.options:
+                value = self.options[name]
+                if self.type == "math":
+                    value = formula(value)
+                line = f"{name}: {to_json(value)}"
+                yield line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 1]}…"
+
+
+_COMPARED = (
+    *("pattern", "target", "tolerance", "relative", "fields", "excludes", "tests", "options"),
+)
+_LINE_CHARS = 500
 
 
 class Option(NamedTuple):

@@ -172,14 +172,21 @@ async def test_judged_answers_and_a_rescore_without_calls(tmp_path: Path) -> Non
 
     # The scorer changes, the answers stay.
     for row in rows:
-        row["score"] = {"type": "json", "fields": {"verdict": "yes", "reason": "no"}}
+        row["score"] = [
+            {"type": "json", "fields": {"verdict": "yes", "reason": "no"}},
+            {"type": "includes", "target": "cruel"},
+        ]
     write_rows(tmp_path / "kind.jsonl", *rows)
     again = ("eval", "kind.jsonl", "--rescore", "runs/eval-kind/a")
     rescored = await asyncio.to_thread(run_cli, *again, cwd=tmp_path)
     assert rescored.code == 0, rescored.err
     assert "a-rescored: solved 0%" in rescored.out
     run = load_run(tmp_path / "runs/eval-kind/a-rescored")
-    assert run.trajectories["reward"].tolist() == [0.5] * 6
+    assert run.trajectories["reward"].tolist() == [0.25] * 6
+    unit = run.trajectories["unit_id"][0]
+    shown = await asyncio.to_thread(run_cli, "show", str(run.path), unit, cwd=tmp_path)
+    assert " json      0.5  wrong: reason\n" in shown.out
+    assert ' includes  0.0  contains no target\n      target: "cruel"\n' in shown.out
     assert set(run.calls["model"]) == {"oracle"}
 
 

@@ -212,6 +212,11 @@ def test_readers_take_any_text(kind: str, answer: str) -> None:
     assert READERS[kind](scorer.options, answer).value in (0.0, 1.0)
 
 
+def test_a_solution_as_target_is_shown_by_its_result() -> None:
+    (scorer,) = parse_scores({"type": "math", "target": r"It is $x=3$, so \boxed{\frac{7}{2}}."})
+    assert list(scorer.compared()) == [r'target: "\\frac{7}{2}"']
+
+
 def test_the_scorers_are_those_of_the_design() -> None:
     assert set(OPTIONS) == {*READERS, *CHILD, "code", "judge", "python"}
 

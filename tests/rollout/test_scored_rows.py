@@ -48,6 +48,29 @@ async def test_scorers_and_a_verifier_count_by_weight(stage: Open) -> None:
     assert made.reward == 0.75
     parts = {part.name: (part.score, part.weight) for part in made.rewards}
     assert parts == {"verify": (1.0, 1.0), "exact": (1.0, 2.0), "near": (0.0, 1.0)}
+    assert made.rewards[2].detail == "answer 41\ntarget: 42"
+
+
+async def test_a_grade_shows_what_the_answer_was_compared_with(stage: Open) -> None:
+    opened = await stage(agent={"toolsets": ["none"]})
+    scorers = [
+        {"type": "exact", "target": ["a\nb", "c" * 900]},
+        {"type": "regex", "pattern": "x (\\d+)", "target": "7"},
+        {"type": "number", "target": 7, "tolerance": 0.5},
+        {"type": "json", "fields": {"n": 7}},
+    ]
+    made = await opened.attempt({"prompt": script("41"), "score": scorers})
+    exact, *shown = [part.detail or "" for part in made.rewards]
+    first, line = exact.split("\n")
+    assert first == "answer '41'"
+    assert line.startswith('target: ["a\\nb","ccc')
+    assert line.endswith("c…")
+    assert len(line) == 500
+    assert shown == [
+        'no answer found\npattern: "x (\\\\d+)"\ntarget: "7"',
+        "answer 41\ntarget: 7\ntolerance: 0.5",
+        'wrong: n\nfields: {"n":7}',
+    ]
 
 
 async def test_an_answer_alone_needs_no_sandbox(stage: Open) -> None:
@@ -100,7 +123,11 @@ async def test_code_is_tested(stage: Open) -> None:
     assert (await opened.attempt({"prompt": script(code), "score": helped})).reward == 1.0
     slow = {**ADD, "timeout_s": 1}
     code = "```python\ndef add(a, b):\n    while True: pass\n```"
-    assert (await opened.attempt({"prompt": script(code), "score": slow})).reward == 0.0
+    made = await opened.attempt({"prompt": script(code), "score": slow})
+    assert made.reward == 0.0
+    detail = (made.rewards[0].detail or "").splitlines()
+    assert detail[0] == "timed out"
+    assert detail[-1].startswith('tests: "assert all(')
 
 
 def verdict_key(request: ServedRequest) -> str:
