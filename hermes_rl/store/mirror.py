@@ -327,6 +327,8 @@ class Mirror:
                 await in_thread(self._finish)
             except Replaced as error:
                 return str(error)
+            except StoreError as error:
+                return f"{error}. The rows of this run are in {self.path}"
             except Exception as error:  # each store has its own errors
                 if time.monotonic() + pause > deadline:
                     return (
@@ -491,9 +493,9 @@ def _fetch_all(remote: RemoteRun, root: Path, *, verify: bool) -> Path:
     fetching = root / "fetching"
     shutil.rmtree(fetching, ignore_errors=True)
     fetching.mkdir()
-    remote.fetch(fetching, remote.files, verify=verify)
     if remote.files:
-        RunDir(fetching).create()
+        RunDir(fetching).create()  # first: without commits, other files look like no run
+    remote.fetch(fetching, remote.files, verify=verify)
     return fetching
 
 

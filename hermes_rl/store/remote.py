@@ -184,8 +184,12 @@ class RemoteRun:
         when the answer of the store was lost.
 
         Returns: False when the number is taken by another entry.
+
+        Raises: StoreError when the store has lost the entry before.
         """
         number, data = len(self._entries) + 1, _content(entry)
+        if self._entries:  # readers of a log with a gap find nothing
+            self._read_entry(number - 1)
         if not self.put_new(_entry_name(number), data):
             return False
         self._incomplete[_copy_name(number)] = data

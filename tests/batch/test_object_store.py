@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -298,6 +299,19 @@ async def test_a_claim_is_all_that_a_driver_leaves(
     assert await asyncio.to_thread(main, ["check", url]) == 0, capsys.readouterr().err
 
 
+async def test_a_run_that_was_killed_before_its_first_commit_is_resumed_elsewhere(
+    proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with driving(url, 0.0) as (mirror, _, _):
+        (mirror.path / "manifest.json").write_text("{}")
+        await asyncio.to_thread(mirror.sync)
+        mirror.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
+    second = await asyncio.to_thread(open_after_lease, url)
+    assert (second.path / "manifest.json").read_text() == "{}"
+    second.close()
+
+
 async def test_a_start_after_a_kill_while_it_fetched_need_not_wait(proxy: Proxy, url: str) -> None:
     mirror = await asyncio.to_thread(fill, url)
     mirror.close()  # killed: its last sign of life is new
@@ -465,6 +479,25 @@ async def test_files_that_are_merged_while_a_reader_fetches_them(
         assert await mirror.finish() == ""
         mirror.close()
     assert len(await rows_at(url)) == 4
+
+
+async def test_a_store_that_lost_its_log_during_a_run_is_reported(proxy: Proxy, url: str) -> None:
+    """Nothing could be read after further entries."""
+    async with driving(url) as (mirror, _, add):
+        await add(1)
+        await asyncio.to_thread(mirror.sync)
+        async with aiohttp.ClientSession(headers=SIGNED) as session:
+            for key in await proxy.objects(url):
+                await session.delete(f"{proxy.target}/{url.removeprefix('s3://')}/{key}")
+        await add(2)
+        lost = ".log/0000000002.json is missing. Restore it from a backup"
+        with pytest.raises(StoreError, match=re.escape(lost)):
+            await asyncio.to_thread(mirror.sync)
+        why = await mirror.finish()
+        assert why == f"{url}/{lost}. The rows of this run are in {mirror.path}"
+        mirror.close()
+    assert not [key for key in await proxy.objects(url) if key.startswith(".log/0")]
+    assert len(kit.final_rows(mirror.path)) == 2
 
 
 async def test_the_end_of_a_run_uploads_everything_after_an_entry_that_failed(
