@@ -19,12 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import aiohttp
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
+from hermes_rl.config import read_mapping
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.rl.atropos.sampling import APIServerConfig, ServerBaseline, ServerManager
 from hermes_rl.rl.atropos.serving import ApiClient, Served, ServeOptions
@@ -89,7 +90,7 @@ class BaseEnvConfig(BaseModel):
     """Configuration of an environment, with the fields of Atropos. Those without a description are
     accepted and not used."""
 
-    group_size: int = Field(default=4, description="rollouts of an item")
+    group_size: int = Field(default=4, ge=1, description="rollouts of an item")
     max_num_workers: int = Field(default=-1, description="items at once; -1 is 8 per model server")
     max_num_workers_per_node: int = Field(default=8, description="items at once per model server")
     max_eval_workers: int = 16
@@ -216,7 +217,7 @@ class BaseEnv(ABC):
                 why = error
             if last:
                 raise why
-            _log.warning("a rollout failed and is made again: %r", why)
+            _log.warning("a rollout failed and is made again: %s", _line(why))
         raise AssertionError
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
@@ -330,7 +331,7 @@ class BaseEnv(ABC):
             await self._after_step(before)
         if self.curr_step >= self.config.total_steps > 0:
             return -1
-        return self._workers() - running if free else 0
+        return max(0, self._workers() - running) if free else 0
 
     async def _after_step(self, before: int) -> None:
         def crossed(interval: int) -> bool:
@@ -347,7 +348,7 @@ class BaseEnv(ABC):
 
     def _workers(self) -> int:
         most = self.config.max_num_workers
-        if most == -1:
+        if most < 1:
             most = self.config.max_num_workers_per_node * len(self.server.servers)
         if self._eval is not None and not self._eval.done():
             if self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
@@ -358,7 +359,7 @@ class BaseEnv(ABC):
 
     async def _groups_left(self, running: int) -> int:
         left = self.config.total_steps - self.sent
-        return min(self._workers(), left) - running if left > 0 else -1
+        return max(0, min(self._workers(), left) - running) if left > 0 else -1
 
     async def _work(self, count: Any) -> None:
         """Roll out items, as many at once as `count(running)` allows; rollouts that run are not
@@ -380,8 +381,7 @@ class BaseEnv(ABC):
                     done, running = await asyncio.wait(
                         running, timeout=0.5, return_when=asyncio.FIRST_COMPLETED
                     )
-                    for task in done:
-                        task.result()
+                    await asyncio.gather(*done)  # reads the failures of all
                 elif not over:
                     await asyncio.sleep(0.5)
             if over and running:
@@ -405,11 +405,12 @@ class BaseEnv(ABC):
         except HermesError:
             raise
         except Exception as error:  # whatever the environment's code raises
-            _log.warning("an item failed", exc_info=error)
+            plain = isinstance(error, TimeoutError) or hasattr(error, "request")
+            _log.warning("an item failed: %s", _line(error), exc_info=None if plain else error)
             self._failures += 1
             if self._failures >= FAILURES:
                 raise UserError(
-                    f"{FAILURES} items in a row failed, the last one: {error!r}"
+                    f"{FAILURES} items in a row failed, the last one: {_line(error)}"
                 ) from error
             return
         self._failures = 0
@@ -478,13 +479,19 @@ class BaseEnv(ABC):
         """Run `serve`, `process` or `evaluate`. `--env.x V` and `--openai.x V` override a YAML file
         (`--config`), which overrides `config_init`."""
         logging.basicConfig(level=logging.INFO, format="%(message)s")
+        for name in ("httpx", "openai"):  # they have a line for each request
+            logging.getLogger(name).setLevel(logging.WARNING)
         try:
             mode, config, servers = cls._parse(sys.argv[1:])
             env = cls(config, servers)
             work = {"serve": env.env_manager, "process": env.process_manager}
             asyncio.run(work[mode]() if mode in work else env._run_evaluate())
-        except (HermesError, ValidationError) as error:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+        except Exception as error:  # also of the environment's code
+            if not isinstance(error, HermesError | OSError) and not hasattr(error, "request"):
+                raise
+            print(f"error: {_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None
 
     async def _run_evaluate(self) -> None:
@@ -493,43 +500,89 @@ class BaseEnv(ABC):
 
     @classmethod
     def _parse(cls, argv: list[str]) -> tuple[str, BaseEnvConfig, list[APIServerConfig]]:
-        """Raises: UserError, ValidationError."""
+        """Raises: UserError."""
         config, servers = cls.config_init()
-        env: dict[str, Any] = {}
-        server: dict[str, Any] = {}
-        mode = argv[0] if argv else ""
-        if mode not in MODES:
+        mode = argv[0] if argv else "--help"
+        if {"-h", "--help"} & {mode, *argv}:
             fields = type(config).model_fields.items()
             about = "\n".join(f"  --env.{n} ({f.description or 'not used'})" for n, f in fields)
             raise SystemExit(f"usage: {sys.argv[0]} serve|process|evaluate [OPTIONS]\n{about}")
+        if mode not in MODES:
+            raise UserError(f"no command {mode}: serve, process or evaluate. {_HELP}")
+        values: dict[str, Any] = {}
         if mode == "process":
-            env = {"ensure_scores_are_not_same": False, "include_messages": True, "total_steps": 10}
-            env["data_path_to_save_groups"] = f"data/{cls.name or cls.__name__}.jsonl"
-        flags: dict[str, Any] = {}
-        arguments = argv[1:]
-        while arguments:
-            flag, equal, value = arguments.pop(0).partition("=")
-            if not equal:
-                value = (
-                    arguments.pop(0) if arguments and not arguments[0].startswith("--") else "true"
-                )
-            flags[flag] = value if flag == "--config" else yaml.safe_load(value)
-        if "--config" in flags:
-            read = yaml.safe_load(Path(flags.pop("--config")).read_text()) or {}
-            env |= read.get("env") or {}
-            listed = read.get("openai") or {}
-            servers = (
-                [APIServerConfig(**one) for one in listed] if isinstance(listed, list) else servers
-            )
-            server |= listed if isinstance(listed, dict) else {}
-        for flag, value in flags.items():
-            place, _, name = flag.removeprefix("--").partition(".")
-            known = {"env": type(config).model_fields, "openai": APIServerConfig.model_fields}
+            values = {"env.ensure_scores_are_not_same": False, "env.include_messages": True}
+            values |= {"env.total_steps": 10}
+            values["env.data_path_to_save_groups"] = f"data/{cls.name or cls.__name__}.jsonl"
+        flags = _read_flags(argv[1:])
+        listed = servers if isinstance(servers, list) else [servers]
+        if (path := flags.pop("config", None)) is not None:
+            content, _ = read_mapping(Path(str(path)), BaseEnvConfig)
+            if isinstance(several := content.get("openai"), list):
+                listed = [_make(APIServerConfig(), "openai", _section(one)) for one in several]
+                del content["openai"]
+            for place in ("env", "openai"):
+                section = _section(content.get(place))
+                values |= {f"{place}.{name}": value for name, value in section.items()}
+        settings: dict[str, dict[str, Any]] = {"env": {}, "openai": {}}
+        for flag, value in {**values, **flags}.items():
+            place, _, name = flag.partition(".")
             if place in ("slurm", "testing"):
                 continue
-            if name not in known.get(place, {}):
-                raise UserError(f"no option {flag}. {sys.argv[0]} alone lists them")
-            (env if place == "env" else server)[name] = value
-        listed = servers if isinstance(servers, list) else [servers]
-        made = [APIServerConfig(**{**one.model_dump(), **server}) for one in listed]
-        return mode, type(config)(**{**config.model_dump(), **env}), made
+            if place not in settings:
+                raise UserError(f"no option --{flag}. {_HELP}")
+            settings[place][name] = value
+        made = [
+            _make(APIServerConfig(**one.model_dump()), "openai", settings["openai"])
+            for one in listed
+        ]
+        return mode, _make(config, "env", settings["env"]), made
+
+
+_HELP = "--help lists the options"
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _read_flags(arguments: list[str]) -> dict[str, Any]:
+    """`--a.b V` and `--a.b=V`, without their dashes; one without a value is true. Raises:
+    UserError."""
+    flags: dict[str, Any] = {}
+    while arguments:
+        flag, equal, value = arguments.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise UserError(f"no option {flag}. {_HELP}")
+        if not equal:
+            value = arguments.pop(0) if arguments and not arguments[0].startswith("--") else "true"
+        try:
+            flags[flag[2:]] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            flags[flag[2:]] = value
+    return flags
+
+
+def _section(content: Any) -> dict[str, Any]:
+    """A section of a file. Raises: UserError."""
+    if not isinstance(content, dict | None):
+        raise UserError(f"--config: {content!r} in place of the keys of 'env' or 'openai'")
+    return content or {}
+
+
+def _make(default: _Model, place: str, values: dict[str, Any]) -> _Model:
+    """The model with other values in it. Raises: UserError that names the option."""
+    cls = type(default)
+    for name in values:
+        if name not in cls.model_fields:
+            raise UserError(f"no option --{place}.{name}. {_HELP}")
+    try:
+        return cls(**{**default.model_dump(), **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (place, *first["loc"])))
+        raise UserError(f"--{where}: {first['msg']}. {_HELP}") from None
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line; that of a request to a model server has its address."""
+    request = getattr(error, "request", None)
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if request is None else f"{request.url}: {text} Check --openai.base_url"

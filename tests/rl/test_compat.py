@@ -1,13 +1,18 @@
 """`hermes_rl.rl.compat.BaseEnv`: an environment of Atropos runs after its import is changed."""
 
 import asyncio
+import gc
 import json
+import os
+import re
+import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from api_kit import Api
 from atropos_requests import trainer
 
@@ -15,6 +20,8 @@ from hermes_rl.testing import ExactConfig, ExactEngine, chat_of, write_tiny_toke
 
 ENVIRONMENT = '''
 """An environment written for Atropos; only its import is changed."""
+
+import asyncio
 
 from hermes_rl.rl.compat import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
 
@@ -30,6 +37,7 @@ class Sums(BaseEnv):
     async def setup(self):
         self.number = 0
         self.failed = False
+        self.evaluated = asyncio.Event()
 
     async def get_next_item(self):
         self.number += 1
@@ -39,6 +47,8 @@ class Sums(BaseEnv):
         if item == 2 and not self.failed:
             self.failed = True
             raise RuntimeError("once")
+        if item > 2 and self.config.steps_per_eval == 1:
+            await self.evaluated.wait()
         prompt = f'Number {item}.\\nSCRIPT: ["one", "two {item}"]\\n'
         messages = [{"role": "user", "content": prompt}]
         async with self.server.managed_server() as managed:
@@ -59,6 +69,7 @@ class Sums(BaseEnv):
         return item, []
 
     async def evaluate(self, *args, **kwargs):
+        self.evaluated.set()
         answer = await self.server.chat_completion(
             messages=[{"role": "user", "content": 'SCRIPT: ["yes"]\\n'}], split="eval"
         )
@@ -78,12 +89,11 @@ async def engine_at(folder: Path) -> AsyncIterator[ExactEngine]:
         yield engine
 
 
-async def run(folder: Path, *arguments: str) -> tuple[int | None, str]:
+async def run(folder: Path, *arguments: str, program: str = ENVIRONMENT) -> tuple[int | None, str]:
     """Exit code and output of the environment's command."""
-    program = folder / "sums_env.py"
-    program.write_text(ENVIRONMENT)
+    (folder / "sums_env.py").write_text(program)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(program), *arguments,
+        sys.executable, "sums_env.py", *arguments,
         cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -133,6 +143,7 @@ async def test_serve_sends_groups_until_the_last_step(tmp_path: Path) -> None:
             assert api.post("/register", trainer(batch_size=8, max_token_len=512))[0] == 200
             api.get("/batch")
             options = ("--openai.base_url", engine.base_url, f"--env.rollout_server_url={api.url}")
+            options = (*options, "--env.steps_per_eval=1")  # while four items are running
             serving = asyncio.create_task(run(tmp_path, "serve", *options))
             groups: list[dict[str, Any]] = []
             while not serving.done():
@@ -159,9 +170,91 @@ async def test_evaluate_writes_metrics(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "evals/samples.jsonl").read_text()) == {"good": True}
 
 
-async def test_wrong_options_are_one_line(tmp_path: Path) -> None:
-    code, out = await run(tmp_path, "serve", "--env.group_sise=4")
-    assert (code, out.count("\n")) == (2, 1)
-    assert "--env.group_sise" in out
-    code, out = await run(tmp_path, "serve", "--env.group_size=many")
-    assert (code, out.count("\n")) == (2, 1)
+@pytest.mark.parametrize(
+    ("arguments", "answer", "file"),
+    [
+        ("srve", "no command srve: serve, process or evaluate", ""),
+        ("serve group_size=4", "no option group_size", ""),
+        ("serve --group_size=4", "no option --group_size", ""),
+        ("serve --env.group_sise=4", "no option --env.group_sise", ""),
+        ("serve --env.group_size=many", "--env.group_size: Input should be a valid integer", ""),
+        ("serve --env.group_size=[", "--env.group_size: Input should be a valid integer", ""),
+        ("process --env.group_size -2", "--env.group_size: Input should be greater", ""),
+        ("serve --openai.base_url=", "no model server. Name one with --openai.base_url", ""),
+        ("serve --config absent.yaml", "absent.yaml: no such file", ""),
+        ("serve --config env.yaml", "env.yaml:2: not valid YAML", "{"),
+        ("serve --config env.yaml", "env.yaml: must hold sections", "[1, 2]"),
+        ("serve --config env.yaml", "--config: 3 in place of the keys", "env: 3"),
+        ("serve --config env.yaml", "--config: 3 in place of the keys", "openai: [3]"),
+        ("serve --config env.yaml", "no option --env.group_sise", "env: {group_sise: 4}"),
+        ("serve --config env.yaml", "no option --openai.url", "openai: [{url: x}]"),
+        ("serve --env.rollout_server_url=here", "here: no URL of a trajectory API", ""),
+        (
+            "process --openai.base_url={url}/none",
+            "16 items in a row failed, the last one: http",
+            "",
+        ),
+        ("evaluate --openai.base_url={url}/none", "/none/chat/completions: Error code: 404", ""),
+        (
+            "process --openai.base_url={url} --env.data_path_to_save_groups=env.yaml/x",
+            "File exists: 'env.yaml'",
+            "{}",
+        ),
+    ],
+)
+async def test_a_mistake_is_one_line(
+    arguments: str,
+    answer: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if file:
+        Path("env.yaml").write_text(file + "\n")
+    names: dict[str, Any] = {"__name__": "sums_env"}
+    exec(ENVIRONMENT, names)
+    async with AsyncExitStack() as stack:
+        if "{url}" in arguments:
+            engine = await stack.enter_async_context(engine_at(tmp_path))
+            arguments = arguments.replace("{url}", engine.base_url)
+        monkeypatch.setattr(sys, "argv", ["sums_env.py", *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            await asyncio.to_thread(names["Sums"].cli)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert error.startswith("error: ")
+    assert answer in error
+
+
+async def test_ctrl_c_ends_a_wait_for_the_api(tmp_path: Path) -> None:
+    options = ("--env.rollout_server_url", "http://127.0.0.1:9")
+    (tmp_path / "sums_env.py").write_text(ENVIRONMENT)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "sums_env.py", "serve", *options,
+        cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert b"trying again until it answers" in await process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, error = await process.communicate()
+    assert (process.returncode, error) == (130, b"")
+
+
+async def test_the_environment_of_the_page_runs_as_it_is_printed(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/atropos.md"
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    async with engine_at(tmp_path) as engine:
+        options = ("process", "--openai.base_url", engine.base_url, "--env.total_steps", "2")
+        code, out = await run(tmp_path, *options, program=program)
+    assert code == 0, out
+    groups = [json.loads(line) for line in (tmp_path / "data/doubles.jsonl").open()]
+    sampled = sorted(tuple(entry.sampled_ids) for entry in engine.truth)
+    trained = [[m for m in mask if m != -100] for group in groups for mask in group["masks"]]
+    assert len(trained) == 8
+    assert sorted(map(tuple, trained)) == sampled

@@ -114,6 +114,18 @@ def test_the_oracle_gets_1_and_noop_0(name: str, split: str) -> None:
         assert found == [reward] * 4
 
 
+def test_the_program_of_the_migration_page_runs_as_it_is_printed(tmp_path: Path) -> None:
+    page = EXAMPLES.parent / "migrating.md"
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "sums.py").write_text(program)
+    found = rewards_of(
+        tmp_path / "sums.py",
+        tasks=2,
+        solution=lambda task: json.dumps([str(task.metadata["answer"])]),
+    )
+    assert found == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -222,6 +222,10 @@ class ApiClient:
                     if answer.status == 200 and isinstance(found := json.loads(text), dict):
                         return found
                     status, after = answer.status, answer.headers.get("Retry-After", "")
+            except aiohttp.InvalidURL:
+                raise UserError(
+                    f"{self._shown}: no URL of a trajectory API, such as http://127.0.0.1:8000"
+                ) from None
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 status, after, text = 0, "", str(error) or type(error).__name__
             self._check(path, status, text)

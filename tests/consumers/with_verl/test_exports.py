@@ -1,6 +1,7 @@
 """verl reads the exports: MultiTurnSFTDataset, its RL dataset, and the output of agent loops."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,16 @@ from typing import Any
 import pandas as pd
 import pytest
 from conftest import ExportedRun
+from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.sft_trainer import create_sft_dataset
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 HERE = Path(__file__).parents[1]
+PAGE = HERE.parents[1] / "docs" / "export.md"
 
 
 @pytest.fixture
@@ -59,25 +63,21 @@ def test_tools_are_in_the_prompt(
     assert '"name": "read_file"' in text
 
 
-class Exact(MultiTurnSFTDataset):
-    """As in docs/export.md."""
-
-    def _read_files_and_process(self) -> None:
-        super()._read_files_and_process()
-        self.tools = [json.loads(text) for text in self.dataframe["tools_json"]]
-
-    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        messages = super()._build_messages(example)
-        return [{key: value for key, value in m.items() if value is not None} for m in messages]
-
-
 @pytest.mark.reads("verl")
 def test_tools_and_messages_are_read_without_null_keys(
-    synthetic_run: ExportedRun, tokenizer: PreTrainedTokenizerFast
+    synthetic_run: ExportedRun, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    config = OmegaConf.create({"pad_mode": "no_padding", "max_length": 8192})
+    """By the dataset of docs/export.md, as it is printed there, with its options."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "exact.py").write_text(block)
     path = synthetic_run.export("verl")
-    plain, exact = (kind(path, tokenizer, config)[0] for kind in (MultiTurnSFTDataset, Exact))
+    options = re.findall(r"data\.\S+=\S+", block)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        options = [option.replace("=exact", f"={tmp_path}/exact") for option in options]
+        config = compose("sft_trainer_engine", options).data
+    plain = MultiTurnSFTDataset(path, tokenizer, config)[0]
+    dataset = create_sft_dataset(path, config, tokenizer, None)
+    exact = dataset[0]
     text = tokenizer.decode(exact["input_ids"])
     assert "null" in tokenizer.decode(plain["input_ids"])  # the keys of the other tool
     assert "null" not in text
@@ -88,7 +88,7 @@ def test_tools_and_messages_are_read_without_null_keys(
     tokenizer.chat_template = (
         strict + "{% endif %}{{ m.role }}{% endfor %}"
     )  # like Llama 3's template
-    assert tokenizer.decode(Exact(path, tokenizer, config)[0]["input_ids"])
+    assert tokenizer.decode(dataset[0]["input_ids"])
 
 
 @pytest.mark.reads("verl-rl")
