@@ -284,7 +284,7 @@ def parse_verdict(
     """Parse a reply into (verdict, reason).
 
     The verdict is empty for an object that names none of the choices. None when no object at the
-    beginning or the end has the key, or when the reply holds different verdicts.
+    beginning or the end has the key, or the verdicts are empty or differ.
     """
     bare = text.strip().removeprefix("```").removeprefix("json").removesuffix("```").strip()
     try:
@@ -294,11 +294,12 @@ def parse_verdict(
     verdicts = {str(value[key]).strip().casefold() for _, value, _ in objects}
     if len(verdicts) != 1 or (objects[0][0] > 0 and objects[-1][2] < len(bare)):
         return None
-    value = objects[-1][1]
+    verdict, value = verdicts.pop(), objects[-1][1]
+    if not verdict or value[key] is None:
+        return None
     known = {choice.casefold(): choice for choice in (*choices, NO_COMMITMENT)}
-    choice = known.get(verdicts.pop(), "") if value[key] is not None else ""
     reason = value.get("reason")
-    return choice, reason if isinstance(reason, str) else ""
+    return known.get(verdict, ""), reason if isinstance(reason, str) else ""
 
 
 class _RepeatedKeyError(Exception):

@@ -205,14 +205,15 @@ async def _evaluate(config: RunConfig, as_json: bool) -> int:
     from batch_runner import arun_batch, open_hosts
     from hermes_rl.rl import write_evaluation
 
-    progress = run.make_progress(as_json)
+    progress, metrics = run.make_progress(as_json), None
     async with open_hosts() as hosts:
         report = await arun_batch(config, progress=progress, hosts=hosts)
-        run.print_report(report, progress)
-        if report.stopped is not None:
-            return report.exit_code
-        metrics = await write_evaluation(Path(report.path), hosts.open)
-    if not as_json:
+        try:
+            if report.stopped is None:
+                metrics = await write_evaluation(Path(report.path), hosts.open)
+        finally:  # last: the report waits for its reader
+            run.print_report(report, progress)
+    if metrics is not None and not as_json:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         typer.echo(f"{report.path}/metrics.json: {shown}")
     return report.exit_code

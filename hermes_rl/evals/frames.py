@@ -162,11 +162,15 @@ def _targets(run: Run, tasks: Collection[str]) -> dict[str, Any]:
     # The tasks of an evaluation are beside its runs, wherever this process was started.
     places = [Path(path).expanduser(), run.path.parent / Path(path).name]
     place = next((str(one) for one in places if one.exists()), path if path in BUNDLED else None)
+    missing = set(tasks)
     for row in read_rows(place, columns=dataset.get("columns")) if place else ():
-        task = row.parse().task if row.task_hash in tasks else None
+        task = row.parse().task if row.task_hash in missing else None
+        missing.discard(row.task_hash)
         for scorer in task.score if task else ():
             if "target" in scorer.options:
                 found.setdefault(row.task_hash, scorer.options["target"])
+        if not missing:
+            break
     return found
 
 

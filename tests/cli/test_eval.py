@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_runner import COMMAND, run_cli, run_process, write_rows
 
+from hermes_rl import sources
 from hermes_rl.evals import BENCHMARKS, answers, load_benchmark
 from hermes_rl.messages import text_of
+from hermes_rl.sources import LazyRow, read_rows
 from hermes_rl.store import load_run
 from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
 
@@ -217,7 +220,9 @@ def test_stored_calls_are_scored_again(tmp_path: Path) -> None:
     assert "oracle-rescored: solved 67%" in again.out, again.err
 
 
-def test_samples_by_id_and_scores_by_a_column(tmp_path: Path) -> None:
+def test_samples_by_id_and_scores_by_a_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [
         {"id": f"{kind}-{n}", "prompt": f"{kind} {n}?", "kind": kind, "oracle": f"Answer: {n}"}
         | {"score": {"type": "number", "target": n if kind == "sum" else n % 2}}
@@ -236,13 +241,25 @@ def test_samples_by_id_and_scores_by_a_column(tmp_path: Path) -> None:
     groups = kept["models"]["oracle"]["groups"]
     assert [(group["kind"], group["tasks"]) for group in groups] == [("product", 4), ("sum", 2)]
 
+    read: list[str] = []
+
+    def seen_rows(*args: Any, **options: Any) -> Iterator[LazyRow]:
+        for row in read_rows(*args, **options):
+            read.append(row.place)
+            yield row
+
+    monkeypatch.setattr(sources, "read_rows", seen_rows)
+    for path in (tmp_path / "d.jsonl", tmp_path / "runs/eval-d/tasks.jsonl"):
+        texts = path.read_text().splitlines()
+        write_rows(path, *map(json.loads, texts), *({"prompt": f"{n}?"} for n in range(9)))
     found = answers(tmp_path / "runs/eval-d/oracle").set_index("final_response").sort_index()
+    assert 6 <= len(read) <= len(rows)  # of those that were added, none
     assert set(found.index) == {f"Answer: {n}" for n in (1, 2, 3, 4)}
     assert found.target[found.task_id == "product-3"].tolist() == [1]
     assert found.reward[found.task_id == "product-4"].tolist() == [0.0]
     for wrong, error in (
         (("--sample-id", "sum-9"), "--sample-id sum-9: no row has such an id"),
-        (("--group-by", "prompt"), "--group-by prompt: 12 of 12 rows have no such column of th"),
+        (("--group-by", "prompt"), "--group-by prompt: 21 of 21 rows have no such column of th"),
     ):
         assert error in run_cli(*command, *wrong, cwd=tmp_path).error
 

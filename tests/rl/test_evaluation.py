@@ -1,6 +1,14 @@
 """The files of `evaluate` for the tools of Atropos: metrics.json and samples.jsonl."""
 
+import fcntl
 import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,15 +63,45 @@ async def evaluate(self, run):
 """
 
 
-def test_setup_runs_once_for_rollouts_groups_and_evaluation(lab: Lab) -> None:
+def test_setup_runs_once_for_rollouts_groups_and_evaluation(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes, out = lab.path / "notes", lab.out
     env = str(lab.write(WITH_SETUP, f"NOTES = {str(notes)!r}").path)
     flags = ["--model", "oracle", "--workers", "0", "--out", str(out), "--repeats", "2"]
     assert main(["env", "evaluate", env, *flags]) == 0
     assert notes.read_text() == "set up\n"
     assert json.loads((out / "metrics.json").read_bytes())["results"]["all"]["seen"] == 3.0
-    assert main(["env", "evaluate", env, *flags]) == 0  # all rollouts are done: it only evaluates
+    metrics = out / "metrics.json"
+    metrics.unlink()
+    with late_reader(metrics, monkeypatch) as texts:  # all rollouts are done: it only evaluates
+        assert main(["env", "evaluate", env, *flags, "--json"]) == 0
+    assert json.loads(texts[-1].splitlines()[-1])["event"] == "report"
     assert notes.read_text() == "set up\n" * 2
+
+
+@contextmanager
+def late_reader(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Make stdout a full pipe that is read once a file exists; collects what was read."""
+    readable, writable = os.pipe()
+    os.write(writable, b"\n" * fcntl.fcntl(writable, fcntl.F_GETPIPE_SZ))
+    texts: list[str] = []
+
+    def read() -> None:
+        bound = time.monotonic() + 120
+        while not path.exists() and time.monotonic() < bound:
+            time.sleep(0.05)
+        texts.append("" if path.exists() else f"no {path}")
+        with os.fdopen(readable) as pipe:
+            texts.append(pipe.read())
+
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(read)
+        with os.fdopen(writable, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            yield texts
+        reading.result()
+    assert texts[0] == ""
 
 
 async def test_evaluation_files_have_the_field_names_of_atropos(lab: Lab) -> None:

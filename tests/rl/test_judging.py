@@ -25,6 +25,7 @@ REPLIES: dict[str, list[Any]] = {
     "prose-twice-then-bad": ["Good.", "Really good.", '{"verdict": "bad"}'],
     "prose-thrice": ["It is good.", "Again: good.", "Good!"],
     "cut-thrice": ['{"reason": "It is', '{"reason": "Well', '{"reason"'],
+    "empty-thrice": ['{"verdict": ""}', '{"verdict": null}', '{"reason": "", "verdict": " "}'],
     "refused": [{"fault": "bad_request"}],
     "filtered": [{"text": "", "finish": "content_filter"}],
 }
@@ -94,7 +95,7 @@ async def test_verdicts_of_a_judge(lab: Lab) -> None:
             assert detail["prompt_sha256"] == prompts[row["task_id"]]
     assert json.loads(graded["uncommitted"]["rewards"][0]["detail"])["verdict"] == NO_COMMITMENT
     failed = {row["task_id"]: row for row in lab.rows("failures")}
-    assert set(failed) == {"prose-thrice", "cut-thrice", "refused", "filtered"}
+    assert set(failed) == {"prose-thrice", "cut-thrice", "empty-thrice", "refused", "filtered"}
     for row in failed.values():
         assert (row["cause"], row["reward"], row["owner"]) == ("verifier", None, "infrastructure")
         assert "the judge critic" in row["error"]
