@@ -298,7 +298,7 @@ const lines = (all) => h("pre.diff", {}, all.map(([sign, line]) => h(`span.${sig
 async function diff(query) {
   const found = await get("diff/units", query), [a, b] = found.heads;
   const side = (head, run, id, name) => h("div", {}, h("h2", {}, `${name}: `, h("a", { href: link("unit", { run, id }) }, clean(`${head.task_id} #${head.repeat}`)), " ", badge(fmt.reward(head.reward), verdict(head.reward))),
-    h("p.soft", {}, clean(run)), facts(pair("ending", clean(ended(head))), pair("turns", head.turns), pair("tokens", fmt.count(head.total_tokens)), pair("cost", fmt.usd(head.cost_usd)), pair("time", fmt.seconds(head.total_s)), pair("model", clean(head.model || "–"))));
+    h("p.soft", {}, clean(run)), facts(pair("ending", clean(ended(head))), pair("turns", head.turns), pair("tokens", fmt.count(head.total_tokens)), pair("cost", fmt.usd(head.cost_usd)), pair("time", fmt.seconds(head.total_s)), pair("model", clean(head.model || "–"))), head.error ? h("p.error", {}, clean(head.error)) : null, grading(head));
   const at = (step, key, run, id) => h("a", { href: link("unit", { run, id, from: Math.floor(step[key] / 60) * 60 || "", m: step[key] }) }, `${key.toUpperCase()} ${step[key]}`);
   const steps = found.steps.map((s) => s.op === "equal" ? h("p.context", { "data-row": 1 }, `${s.count} equal message${s.count > 1 ? "s" : ""}: `, at(s, "a", query.run, query.id), " ", at(s, "b", query.run2, query.id2))
     : s.op === "change" ? h("article", { "data-row": 1 }, h("h3", {}, clean(s.role), h("small", {}, at(s, "a", query.run, query.id), " ", at(s, "b", query.run2, query.id2))), lines(s.lines))
