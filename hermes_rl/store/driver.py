@@ -306,15 +306,27 @@ class Driver:
     async def __aenter__(self) -> Driver:
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Raises: StoreError when files of the run were moved or removed while it was driven."""
+        try:
+            await self.aclose()
+        except FileNotFoundError as missing:
+            error = error or missing
+        path = self.run_dir.path
+        if isinstance(error, FileNotFoundError) and f"{path}/" in str(error):
+            raise StoreError(
+                f"files of {path} were moved or removed during the run ({error}). Put them back, "
+                "then run the same command"
+            ) from error
 
     async def aclose(self) -> None:
         """Close the run directory. Attempts without a receipt are recovered by the next start."""
         if self._lock is not None:
-            await in_thread(self._journal.close, not self._in_flight)
-            self.run_dir.close_gate()
-            self.release()
+            try:
+                await in_thread(self._journal.close, not self._in_flight)
+                self.run_dir.close_gate()
+            finally:
+                self.release()
 
     def release(self) -> None:
         """Release LOCK."""

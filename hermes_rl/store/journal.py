@@ -509,15 +509,17 @@ class JournalWriter:
                 self._pool.shutdown()
 
     def _close(self, batch: Batch) -> None:
-        batch.file.close()
-        if not batch.rows:
-            batch.file.path.unlink()
-        self._live.close()
-        if [p.name for p in self._path.iterdir()] == ["alive"]:
-            (self._path / "alive").unlink()
-            self._path.rmdir()
-        if self.alive is not None:
-            self.alive.release()
+        try:
+            batch.file.close()
+            if not batch.rows:
+                batch.file.path.unlink()
+            self._live.close()
+            if [p.name for p in self._path.iterdir()] == ["alive"]:
+                (self._path / "alive").unlink()
+                self._path.rmdir()
+        finally:
+            if self.alive is not None:
+                self.alive.release()
 
 
 def lock_alive_file(path: Path, lease_s: float | None = None) -> HeldLock:

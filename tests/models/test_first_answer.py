@@ -1,12 +1,14 @@
 """Endpoints that never answer, and endpoints that refuse every request."""
 
 import asyncio
+import gc
 import time
 from dataclasses import replace
 
 import pytest
 
 from hermes_rl import errors as e
+from hermes_rl.events import CallEnded
 from hermes_rl.messages import UserMessage
 from hermes_rl.models import Endpoint
 from hermes_rl.models.calls import RetryPolicy, Route
@@ -130,8 +132,19 @@ async def test_first_streamed_text_marks_the_endpoint_alive(kit, stage):
         assert "nothing was answered within" not in str(raised.value)
 
 
-async def test_cancelled_call_of_a_silent_model_is_recorded(kit, stage):
+@pytest.mark.parametrize("full", [False, True])
+async def test_cancelled_call_of_a_silent_model_is_recorded(kit, stage, monkeypatch, full):
+    """A full disk, which prevents that, is not reported by the event loop, with a traceback."""
+
+    def record(event):
+        if isinstance(event, CallEnded):
+            raise e.DiskFull("the disk is full")
+
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: reported.append(about))
     async with stage() as s:
+        if full:
+            monkeypatch.setattr(s.events, "record", record)
         server = await s.server(hold_at=1)
         calling = s.caller(s.route(server, "noop"), policy=replace(FIRST, silence_s=60.0))
         task = asyncio.create_task(calling.call(kit.request(), turn=1))
@@ -139,7 +152,10 @@ async def test_cancelled_call_of_a_silent_model_is_recorded(kit, stage):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 30)
-        assert s.outcomes == ["cancelled"]
+        del task
+        gc.collect()
+        assert reported == []
+        assert s.outcomes == ([] if full else ["cancelled"])
 
 
 async def test_fallback_is_used_if_the_first_model_never_answers(kit, stage):

@@ -12,7 +12,7 @@ import pytest
 import scripted_rows
 from scripted_driver import Plan
 
-from hermes_rl.errors import DiskFull
+from hermes_rl.errors import DiskFull, StoreError
 from hermes_rl.store import (
     AppendFile,
     CrashHook,
@@ -130,3 +130,28 @@ def test_lines_have_length_and_checksum(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b'7 561bacaf {"a":1}\n'
     with pytest.raises(FileExistsError):
         AppendFile(tmp_path / "a", CrashHook(), "attempt-3-done")
+
+
+@pytest.mark.parametrize("left", ["", "tmp"])
+async def test_a_run_directory_that_is_moved_while_it_is_driven_is_reported(
+    run_path: Path, left: str
+) -> None:
+    """In one line, and nothing is lost when it is back."""
+    place, moved = run_path / left, run_path.parent / "moved"
+
+    async def drive() -> None:
+        async with (
+            await open_run(run_path, scripted_rows.CONFIG) as driver,
+            JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+        ):
+            await scripted_rows.run_attempt(driver, journal, 1)
+            place.rename(moved)
+            await Publisher(journal, commit=driver.commit).drain()
+
+    with pytest.raises(StoreError, match="were moved or removed during the run") as raised:
+        await drive()
+    assert "\n" not in str(raised.value)
+    assert not run_path.exists() or left
+    moved.rename(place)
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OpenOptions(grace_s=0.1)):
+        assert list(load_run(run_path).trajectories["unit_id"]) == [scripted_rows.unit_id(1)]

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hermes_rl.errors import (
     BadRequest,
@@ -201,11 +201,10 @@ class ModelCaller:
                     account.traffic.probed = True
                     probe = asyncio.ensure_future(self._answers_probe(sending, queued=False))
         finally:
-            ending = [t for t in (task, probe) if t is not None and not t.done()]
+            ending: list[asyncio.Task[Any]] = [t for t in (task, probe) if t is not None]
             for one in ending:
                 one.cancel()
-            if ending:
-                await asyncio.wait(ending)
+            await asyncio.gather(*ending, return_exceptions=True)  # their errors are seen, too
         host = account.client.endpoint
         message = account.traffic.message.removeprefix(f"{host} ") or "does not answer"
         raise ModelTimeout(f"{host} {message}", served=True)
