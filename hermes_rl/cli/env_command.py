@@ -246,8 +246,11 @@ def _serve(config: RunConfig, values: dict[str, Any]) -> int:
         print(json.dumps({"event": "report", **counts}))
     else:
         share = counts["not_sent"] / max(1, counts["tokens"])
+        reasons = [f"{n} {why[9:]}" for why, n in counts.items() if why.startswith("rejected ")]
+        refused = f" ({', '.join(reasons)})" if reasons else ""
         print(
-            f"{counts['sent']} of {counts['groups']} groups sent, {counts['rejected']} rejected;"
+            f"{counts['sent']} of {counts['groups']} groups sent, {counts['rejected']} rejected"
+            f"{refused};"
             f" {share:.1%} of the tokens to train were not sent"
         )
     return ExitCode.DONE

@@ -479,7 +479,7 @@ class BaseEnv(ABC):
         """Run `serve`, `process` or `evaluate`. `--env.x V` and `--openai.x V` override a YAML file
         (`--config`), which overrides `config_init`."""
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        for name in ("httpx", "openai"):  # they have a line for each request
+        for name in ("httpx", "httpx2", "openai"):  # they have a line for each request
             logging.getLogger(name).setLevel(logging.WARNING)
         try:
             mode, config, servers = cls._parse(sys.argv[1:])

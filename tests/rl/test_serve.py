@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import Lab, start
 
-from hermes_rl.rl import grpo, rescale
+from hermes_rl.errors import UserError
+from hermes_rl.rl import ServeOptions, grpo, rescale
 from hermes_rl.store import load_run
 from hermes_rl.testing import ExactConfig, ExactEngine, chat_of, write_tiny_tokenizer
 
@@ -176,15 +177,22 @@ async def test_a_chosen_branch_keeps_the_size_and_counts_its_loss(lab: Lab, tmp_
     assert report["not_sent"] > 0
 
 
-async def test_over_long_sequences_are_not_sent(lab: Lab, tmp_path: Path) -> None:
+async def test_over_long_sequences_and_equal_rewards_are_not_sent(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unequal_from_1 = TALK.replace("ctx.member / 8", "ctx.member / 8 * (task.id != 'n0')")
+    monkeypatch.setitem(globals(), "TALK", unequal_from_1)
     async with engine_at(lab, "chatml") as engine:
         with Api(tmp_path) as api:
             Trainer(api, max_token_len=10)
             report, errors = await finish(await serve(lab, engine, api, "--limit", "2"))
-    assert (report["sent"], report["rejected"]) == (0, 2), errors
+    assert [report[n] for n in ("groups", "sent", "rejected")] == [2, 0, 2], errors
+    assert report["rejected equal_scores"] == 1
     fates = load_run(lab.out).frame("deliveries")
     assert {event for event in fates["event"]} == {"rejected"}
-    assert "fewer than 10 tokens" in fates["reason"][0]
+    equal, long = sorted(fates["reason"])
+    assert equal.startswith("equal_scores")
+    assert "fewer than 10 tokens" in long
 
 
 @pytest.mark.slow
@@ -373,15 +381,23 @@ def test_normalised_scores_of_rescaled_groups_are_the_advantages(
             assert value == pytest.approx(values[index], abs=1e-6)
 
 
-async def test_an_api_that_answers_nonsense_is_tried_again_and_a_refused_token_is_named(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        ((401, b"no"), "401. It refuses the token (--api-token-env)"),
+        ((200, b"{}"), "This server is not a trajectory API (hermes-rl api). Check the address"),
+        ((404, b"no"), "404. This server is not a trajectory API"),
+    ],
+)
+async def test_an_api_that_answers_nonsense_is_tried_again_and_a_wrong_one_is_named(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, last: tuple[int, bytes], error: str
 ) -> None:
     replies = iter(
         [
             (200, b"<html>Welcome</html>", "0"),
             (200, b"[]", "0"),
             (503, b"busy", "\u00b2"),
-            (401, b"no", "0"),
+            (*last, "0"),
         ]
     )
 
@@ -406,5 +422,18 @@ async def test_an_api_that_answers_nonsense_is_tried_again_and_a_refused_token_i
             _, errors = await finish(process)
         server.shutdown()
     assert process.returncode == 2
-    assert "401. It refuses the token (--api-token-env)" in errors
+    assert error in errors
     assert next(replies, None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"weight": math.nan}, "--weight nan is not a number above 0"),
+        ({"weight": -1.0}, "--weight -1 is not a number above 0"),
+        ({"min_batch_allocation": math.nan}, "--min-batch-allocation nan is not a number from 0"),
+    ],
+)
+def test_shares_that_are_none_are_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        ServeOptions("http://127.0.0.1:8000", **options)

@@ -35,6 +35,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 """Between two attempts at an API that does not answer."""
 LONGEST_HINT_S = 60.0
 """Longest Retry-After to obey."""
+_OTHER = "This server is not a trajectory API (hermes-rl api). Check the address"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class ServeOptions:
     """Send groups of equal rewards, whose advantages are all 0."""
     staleness: Staleness | None = None
     """Of groups that are older than the version that the trainer notes."""
+
+    def __post_init__(self) -> None:
+        least = self.min_batch_allocation
+        if not 0 < self.weight < math.inf:
+            raise UserError(f"--weight {self.weight:g} is not a number above 0")
+        if least is not None and not 0 <= least <= 1:
+            raise UserError(f"--min-batch-allocation {least:g} is not a number from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,11 @@ class ApiClient:
         }
         digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()[:8]
         key, reported = f"env-{self._served.run_id}-{digest}", False
-        while (reply := await self.request("POST", "/register-env", body, key))[
+        while (reply := await self.request("POST", "/register-env", body, key)).get(
             "status"
-        ] != "success":
+        ) != "success":
+            if "status" not in reply:
+                raise UserError(f"{self._shown}: {_OTHER}")
             if not reported:
                 self._notify(f"{self._shown}: waiting for a trainer to start")
             reported = True
@@ -247,6 +257,8 @@ class ApiClient:
         if status in (401, 403):
             refused = "It refuses the token" if self.options.token else "Name its token"
             raise UserError(f"{self._shown}: {status}. {refused} (--api-token-env)")
+        if path == "/register-env" and status in (404, 405, 501):
+            raise UserError(f"{self._shown}: {status}. {_OTHER}")
         if 400 <= status < 500 and status not in (408, 429):
             raise UserError(f"{self._shown}{path}: {status} {text[:500].strip()}")
 
@@ -261,8 +273,8 @@ async def serve_groups(
 ) -> Mapping[str, int]:
     """Deliver the groups of a live run until it ends, or the trainer has made its last step.
 
-    Returns: counts of `groups` taken from the stream, `sent`, `rejected`, and of `tokens` to train
-        and those `not_sent`.
+    Returns: counts of complete `groups`, `sent`, `rejected` (and `rejected REASON`, for what the
+        stream itself rejects), and of `tokens` to train and those `not_sent`.
 
     Raises: UserError when the API refuses, when rollouts fork and that is refused, or without
         exact tokens; RolloutsStopped.
@@ -301,6 +313,11 @@ async def serve_groups(
                 task.cancel()
             await asyncio.gather(pacing, work, return_exceptions=True)
             await client.disconnect()
+    for fate, many in stream.counts().items():
+        if fate.startswith("rejected "):  # before the stream yields them, with the reason
+            counts[fate] = many
+            counts["groups"] += many
+            counts["rejected"] += many
     return counts
 
 
