@@ -368,7 +368,8 @@ class Packing:
     makes them."""
 
     def __init__(self, folder: Path, cancelled: threading.Event) -> None:
-        self._folder = folder
+        self._prefix = os.path.join(folder, "")
+        """Paths are joined as text: a Path of a deep folder parses all its parts each time."""
         self._entries = self._bytes = 0
         self._deadline = time.monotonic() + MAX_S
         self.locked: list[tuple[str, int]] = []
@@ -400,7 +401,7 @@ class Packing:
         """Copy the folder: links as links, times and modes kept, pipes and sockets left out; the
         copy belongs to `uid`. Raises: Unpackable; OSError, as of a full disk.
         """
-        folders = [("", os.stat(self._folder))]
+        folders = [("", os.stat(self._prefix))]
         os.mkdir(target, 0o700)
         for path, found in self._walk():
             made = os.path.join(target, path)
@@ -408,7 +409,7 @@ class Packing:
                 os.mkdir(made, 0o700)
                 folders.append((path, found))
             elif stat.S_ISLNK(found.st_mode):
-                os.symlink(os.readlink(self._folder / path), made)
+                os.symlink(os.readlink(self._prefix + path), made)
                 if uid is not None:
                     os.lchown(made, uid, uid)
             elif stat.S_ISREG(found.st_mode):
@@ -426,22 +427,22 @@ class Packing:
             if len(os.fsencode(path)) > MAX_PATH:
                 raise Unpackable(f"the workspace holds paths of more than {MAX_PATH} bytes")
             with _reading():
-                found = os.stat(self._folder / path, follow_symlinks=not path)
+                found = os.stat(self._prefix + path, follow_symlinks=not path)
             if path:
                 self._count(entries=1)
                 yield path, found
             if stat.S_ISDIR(found.st_mode):
                 with _reading():
-                    self._unlock(self._folder / path, found, 0o700)
-                    names = sorted(os.listdir(self._folder / path), reverse=True)
+                    self._unlock(self._prefix + path, found, 0o700)
+                    names = sorted(os.listdir(self._prefix + path), reverse=True)
                 self._count(waiting=len(todo) + len(names))
                 todo += [os.path.join(path, name) for name in names]
 
-    def _unlock(self, path: Path, found: os.stat_result, needed: int) -> None:
+    def _unlock(self, path: str, found: os.stat_result, needed: int) -> None:
         mode = stat.S_IMODE(found.st_mode)
         if mode & needed != needed and os.geteuid() != 0:
             os.chmod(path, mode | needed)
-            self.locked.append((str(path), mode))
+            self.locked.append((path, mode))
 
     def _count(self, *, entries: int = 0, size: int = 0, waiting: int = 0) -> None:
         """Raises: Unpackable when a bound is exceeded."""
@@ -460,9 +461,9 @@ class Packing:
     def _open(self, path: str, found: os.stat_result) -> Iterator[tuple[int, list[Extent]]]:
         """A regular file, and where its data is."""
         with _reading():
-            self._unlock(self._folder / path, found, 0o400)
+            self._unlock(self._prefix + path, found, 0o400)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(self._folder / path, flags)
+            fd = os.open(self._prefix + path, flags)
         try:
             yield fd, [*_extents(fd, found)]
         finally:
@@ -498,7 +499,7 @@ class Packing:
             return
         info.type = kind
         if stat.S_ISLNK(found.st_mode):
-            info.linkname = os.readlink(self._folder / path)
+            info.linkname = os.readlink(self._prefix + path)
         elif kind != tarfile.DIRTYPE and found.st_nlink > 1:
             info.linkname = known.setdefault((found.st_dev, found.st_ino), path)
             if info.linkname != path:
@@ -506,7 +507,7 @@ class Packing:
             else:
                 info.linkname = ""
         info.devmajor, info.devminor = os.major(found.st_rdev), os.minor(found.st_rdev)
-        if info.type == tarfile.DIRTYPE and is_opaque(self._folder / path):
+        if info.type == tarfile.DIRTYPE and is_opaque(self._prefix + path):
             info.pax_headers = {OPAQUE_HEADER: "y"}
         if info.type != tarfile.REGTYPE:
             archive.addfile(info)

@@ -341,7 +341,7 @@ def _is_whiteout(found: os.stat_result) -> bool:
     return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
 
 
-def is_opaque(folder: int | Path) -> bool:
+def is_opaque(folder: int | str) -> bool:
     """Whether a folder of an overlay, open or by its path, hides what is below it."""
     with contextlib.suppress(OSError):
         return os.getxattr(folder, OPAQUE_XATTR) == b"y"

@@ -137,7 +137,7 @@ def unpack(archive: Path, folder: Path, uid: int | None) -> None:
 def _checked(name: str, links: set[str]) -> str:
     """A path in an archive. Raises: TarError for one that leads elsewhere."""
     parts = name.split("/")
-    above = ("/".join(parts[:n]) for n in range(1, len(parts)))
+    above = ("/".join(parts[:n]) for n in range(1, len(parts))) if links else ()
     if name.startswith("/") or ".." in parts or any(path in links for path in above):
         raise tarfile.ExtractError(f"{name!r} leads out of it")
     return name
