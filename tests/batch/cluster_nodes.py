@@ -97,7 +97,7 @@ class Node:
 def start_ray(line: tuple[str, ...], log: Path) -> None:
     """Raises: AssertionError when Ray does not start.
 
-    Its raylet ends when an agent needs more than 15 s to start, which is no setting, and
+    Its raylet ends when an agent needs more than 15 s to start, which cannot be set, and
     `ray start` may wait on: https://github.com/ray-project/ray/issues/65983. So it has several
     attempts."""
     for _ in range(STARTS):
