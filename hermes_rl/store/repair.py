@@ -109,12 +109,17 @@ def _repair(run_dir: RunDir, grace_s: float, first_epoch: int) -> RepairReport:
 
 def _keep(run_dir: RunDir, damaged: Path) -> str:
     """Move a damaged file of any folder to `saved`."""
-    name = str(damaged.relative_to(run_dir.path)).replace("/", ".")
-    kept = run_dir.path / "quarantine" / "saved" / name
+    kept = _place_of(run_dir, damaged)
     kept.parent.mkdir(parents=True, exist_ok=True)
     damaged.rename(kept)
     run_dir.storage.sync_path(kept.parent)
     return str(kept)
+
+
+def _place_of(run_dir: RunDir, damaged: Path) -> Path:
+    """Where a damaged file is kept."""
+    name = str(damaged.relative_to(run_dir.path)).replace("/", ".")
+    return run_dir.path / "quarantine" / "saved" / name
 
 
 def restore_epochs(run_dir: RunDir) -> list[str]:
@@ -175,11 +180,16 @@ def rebuild_commits(run_dir: RunDir) -> list[str]:
         and (path := find_part(run_dir, stem, part)[0]).is_file()
         and not _is_readable(path)
     }
+
+    def is_gone(path: Path) -> bool:
+        """Also in a repair that was killed when it had moved the file."""
+        return path in unreadable or (not path.exists() and _place_of(run_dir, path).exists())
+
     bad = {
         stem: commit
         for stem, commit in good.items()
         if commit is None
-        or any(find_part(run_dir, stem, part)[0] in unreadable for part in commit.parts)
+        or any(is_gone(find_part(run_dir, stem, part)[0]) for part in commit.parts)
     }
     saved = [_keep(run_dir, path) for path in unreadable]
     known = {

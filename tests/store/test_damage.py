@@ -12,7 +12,16 @@ from scripted_driver import Plan
 from scripted_rows import Play
 
 from hermes_rl.errors import StoreError
-from hermes_rl.store import JournalWriter, OpenOptions, encode_line, load_run, open_run, repair_run
+from hermes_rl.store import (
+    JournalWriter,
+    OpenOptions,
+    RunDir,
+    encode_line,
+    file_faults,
+    load_run,
+    open_run,
+    repair_run,
+)
 
 KILLED = -9
 OPTIONS = OpenOptions(grace_s=0.1)
@@ -140,6 +149,25 @@ async def test_a_repair_updates_sums_and_excludes_duplicates_from_training(
     assert after == {**before, **fewer}
     assert after["calls"] == 4
     checks.check_invariants(run_path)
+
+
+def test_a_repair_that_was_killed_when_it_had_moved_a_damaged_part_is_completed(
+    play: Play, run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert play(path=run_path) == 0
+    part = next((run_path / "trajectories").iterdir())
+    os.truncate(part, 300)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr("hermes_rl.store.repair.write_commit", kill)
+        with pytest.raises(KeyboardInterrupt):
+            repair_run(run_path)
+    assert not part.exists()
+    repair_run(run_path)
+    assert list(file_faults(RunDir(run_path))) == []
 
 
 async def test_foreign_parts_are_reported_and_kept(play: Play, run_path: Path) -> None:
