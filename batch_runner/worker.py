@@ -506,7 +506,8 @@ def _with_files(
     config = context.config
     if config.run.keep_workspaces:
         context = replace(context, workspaces=run_dir.path / "workspaces")
-    if (turns := config.run.checkpoint_turns) is not None:
+    turns = config.run.checkpoint_turns
+    if turns is not None or (config.scoring.judges and config.env is None):
         context = replace(context, checkpoints=Checkpoints(run_dir.path / CHECKPOINTS, turns))
     if not isinstance(config.sandbox.network, bool):
         context = replace(context, network_log=journal.append_connection)

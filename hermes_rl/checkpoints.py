@@ -1,9 +1,10 @@
-"""Checkpoints: the state of a unit's rollout after a turn, from which a later attempt resumes.
+"""Checkpoints: the state of a unit's rollout, from which a later attempt resumes: after a turn, or
+at the agent's end, if its judges could not be reached.
 
 `checkpoints/UNIT/TURN-EPOCH-ATTEMPT/` of a run directory holds `checkpoint.json` (messages and
-events, budget, the agent's state) and `sandbox/`, a snapshot of files and shell. A folder
-appears whole or not at all; the latest of a unit counts. They are deleted once the unit has a final
-row.
+events, budget, the agent's state) and `sandbox/`, a snapshot of files and shell. At the agent's end
+its name ends with `-ended`, and it has no snapshot. A folder appears whole or not at all; the
+latest of a unit counts. They are deleted once the unit has a final row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from hermes_rl.agent import Progress
+from hermes_rl.agent import AgentResult, Progress
 from hermes_rl.errors import CAUSES, SandboxError
 from hermes_rl.events import AttemptKey, Begun, Ended, Event, MessageAdded, Resumed, whole_rollout
 from hermes_rl.identity import trajectory_id
@@ -34,12 +35,26 @@ _FILE = "checkpoint.json"
 _SANDBOX = "sandbox"
 
 
+class AgentEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How the agent of a rollout ended that has no reward yet: `AgentResult` without messages."""
+
+    end_reason: str
+    final_response: str | None
+    turns: int
+    seconds: float
+    active_seconds: float
+    metrics: dict[str, float]
+
+
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a rollout after a turn."""
+    """The state of a rollout."""
 
     key: AttemptKey
     """Of the attempt that wrote it."""
-    progress: Progress
+    progress: Progress | None = None
+    """After a turn."""
+    ended: AgentEnd | None = None
+    """At the agent's end; exactly one of both is there."""
     events: list[Event]
     """All events except the starts of attempts."""
     spent: dict[str, int] = {}
@@ -50,12 +65,26 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         """The whole conversation."""
         return [event.message for event in self.events if isinstance(event, MessageAdded)]
 
+    @property
+    def turn(self) -> int:
+        """The last turn that it holds."""
+        if self.ended is not None:
+            return self.ended.turns
+        assert self.progress is not None
+        return self.progress.turn
+
+    def result(self) -> AgentResult | None:
+        """How the agent ended; None for a checkpoint after a turn."""
+        if self.ended is None:
+            return None
+        return AgentResult(messages=self.messages, **msgspec.structs.asdict(self.ended))
+
     def resumed(self) -> Resumed:
         """The event of an attempt that resumes from here."""
         key = self.key
         return Resumed(
             trajectory_id=trajectory_id(key.unit_id, key.epoch, key.attempt),
-            turn=self.progress.turn,
+            turn=self.turn,
             events=self.events,
         )
 
@@ -78,27 +107,43 @@ class Checkpoints:
 
     Args:
         folder: where they are.
-        every: turns from one to the next.
+        every: turns from one to the next; None writes them at the agent's end only.
     """
 
     folder: Path
-    every: int
+    every: int | None
 
     async def keep(
         self,
         key: AttemptKey,
-        progress: Progress,
+        state: Progress | AgentResult,
         events: Sequence[Event],
         spent: Mapping[str, int],
         sandbox: Sandbox | None,
     ) -> bool:
-        """Write a checkpoint that replaces earlier ones of the unit. Returns False when processes
-        run in the sandbox, or writing fails, which never fails a rollout."""
+        """Write a checkpoint that replaces earlier ones of the unit.
+
+        Args:
+            state: of the agent, after a turn or at its end.
+            sandbox: its files are kept; None for a rollout that needs none from here on.
+
+        Returns: False when processes run in the sandbox, or writing fails, which never fails a
+            rollout.
+        """
         happened = whole_rollout(events)
         kept: list[Event] = [e for e in happened if not isinstance(e, Begun | Ended)]
-        checkpoint = Checkpoint(key=key, progress=progress, events=kept, spent=dict(spent))
+        checkpoint = Checkpoint(
+            key=key,
+            progress=state if isinstance(state, Progress) else None,
+            ended=None
+            if isinstance(state, Progress)
+            else msgspec.convert(state, AgentEnd, from_attributes=True),
+            events=kept,
+            spent=dict(spent),
+        )
         unit = self.folder / key.unit_id
-        name = f"{progress.turn:06}-{key.epoch}-{key.attempt}"
+        end = "" if checkpoint.ended is None else "-ended"
+        name = f"{checkpoint.turn:06}-{key.epoch}-{key.attempt}{end}"
         half = unit / f".{name}"
         try:
             text = msgspec.json.encode(SECRETS.scrub_record(checkpoint))
@@ -109,7 +154,8 @@ class Checkpoints:
         except (OSError, SandboxError, TypeError, ValueError) as error:
             # Of a sandbox that is gone the next tool call tells more.
             _log.warning(
-                "no checkpoint of unit %s after turn %d: %s", key.unit_id[:12], progress.turn, error
+                "no checkpoint of unit %s after turn %d: %s",
+                *(key.unit_id[:12], checkpoint.turn, error),
             )
             return False
         finally:

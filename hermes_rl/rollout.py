@@ -37,7 +37,7 @@ from hermes_rl.agent import (
     wall_limit,
     with_services,
 )
-from hermes_rl.checkpoints import Checkpoint
+from hermes_rl.checkpoints import Checkpoint, Found, may_resume
 from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
     DiskFull,
@@ -335,9 +335,13 @@ class _Attempt:
 
     async def _run(self) -> AgentResult:
         start, sandbox = time.monotonic(), None
-        checkpoint = None
+        found, checkpoint = await self._found(), None
+        if found is not None and (ended := found.checkpoint.result()) is not None:
+            self._take_up(found.checkpoint)
+            self.log.record(await self._graded(None, ended))
+            return ended
         if self._is_sandboxed():
-            sandbox, checkpoint = await self._sandbox()
+            sandbox, checkpoint = await self._sandbox(found)
         try:
             try:
                 if sandbox is not None:
@@ -357,17 +361,20 @@ class _Attempt:
             if sandbox is not None:
                 await asyncio.shield(sandbox.aclose())
 
-    async def _sandbox(self) -> tuple[Sandbox, Checkpoint | None]:
+    async def _found(self) -> Found | None:
+        """The unit's checkpoint."""
+        checkpoints = self.context.checkpoints
+        return None if checkpoints is None else await checkpoints.find(self.item.unit_id)
+
+    async def _sandbox(self, found: Found | None) -> tuple[Sandbox, Checkpoint | None]:
         """A sandbox: as it was at the unit's checkpoint, with that, or with the task set up, or an
         empty one."""
         backend, spec = self.context.backend, self._spec()
-        if (checkpoints := self.context.checkpoints) is not None:
-            found = await checkpoints.find(self.item.unit_id)
-            if found is not None and found.snapshot is not None:
-                if (sandbox := await self._fork(spec, found.snapshot)) is not None:
-                    self._take_up(found.checkpoint)
-                    return sandbox, found.checkpoint
-                await checkpoints.drop(self.item.unit_id)
+        if (checkpoints := self.context.checkpoints) is not None and found is not None:
+            if found.snapshot and (sandbox := await self._fork(spec, found.snapshot)) is not None:
+                self._take_up(found.checkpoint)
+                return sandbox, found.checkpoint
+            await checkpoints.drop(self.item.unit_id)
         if self.task.setup and self.item.repeats > 1:
             self._setup = f"{self.item.task_hash}-{spec.image}-{spec.limits}"
             folder = await self.context.setups.find(self._setup)
@@ -416,13 +423,30 @@ class _Attempt:
 
     async def _after_turn(self, sandbox: Sandbox | None, progress: Progress) -> None:
         """Write a checkpoint when it is time, or was and processes were running."""
-        checkpoints, item = self.context.checkpoints, self.item
-        if checkpoints is None or progress.turn - self._kept < checkpoints.every:
-            return
-        key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
-        spent = self.stage.budget.unit_spent() if self.stage.budget is not None else {}
-        if await checkpoints.keep(key, progress, self.log.events, spent, sandbox):
+        every = self.context.checkpoints.every if self.context.checkpoints else None
+        due = every is not None and progress.turn - self._kept >= every
+        if due and await self._checkpoint(sandbox, progress):
             self._kept = progress.turn
+
+    async def _checkpoint(self, sandbox: Sandbox | None, state: Progress | AgentResult) -> bool:
+        item, budget, checkpoints = self.item, self.stage.budget, self.context.checkpoints
+        key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
+        spent = budget.unit_spent() if budget is not None else {}
+        return checkpoints is not None and await checkpoints.keep(
+            key, state, self.log.events, spent, sandbox
+        )
+
+    async def _keep_ended(
+        self, sandbox: Sandbox | None, result: AgentResult, error: HermesError
+    ) -> None:
+        """Keep a finished rollout that was not graded, since judges were not reached, so that its
+        next attempt calls only them. Not where its sandbox is graded or kept, nor with token ids:
+        a resumed attempt trains on its own answers only."""
+        graded_inside = self.task.verify or any(s.type == "code" for s in self.task.score)
+        workspace = sandbox is not None and self.context.workspaces is not None
+        exact = any(isinstance(event, ev.TokensAdded) for event in self.log.events)
+        if not (graded_inside or workspace or exact) and may_resume(cause_of(error)):
+            await self._checkpoint(None, result)
 
     def _is_sandboxed(self) -> bool:
         """Raises: TaskFault for a task that needs a sandbox in an environment without."""
@@ -462,6 +486,9 @@ class _Attempt:
                 await self._keep(sandbox, state, ended)
             except SandboxDied:
                 pass  # nothing is kept then; the rollout is not rolled again for it
+            raise
+        except HermesError as error:
+            await self._keep_ended(sandbox, result, error)
             raise
         await self._keep(sandbox, state)
         return graded
@@ -560,11 +587,11 @@ class _Attempt:
             vision=self.context.vision(self.log, self.stage.budget),
             images=self.context.config.model.images,
         )
-        if self.context.checkpoints is not None:
+        if self.context.checkpoints is not None and self.context.checkpoints.every is not None:
             parts = replace(parts, after_turn=partial(self._after_turn, sandbox))
         if checkpoint is None:
             return await self.episode.run(parts, prompt, self.control)
-        self._kept = checkpoint.progress.turn
+        self._kept = checkpoint.turn
         parts = replace(parts, resumed=checkpoint.progress)
         return await run_agent(parts, checkpoint.messages, self.control)
 

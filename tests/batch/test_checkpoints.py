@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import kit
 import pytest
 
 from hermes_rl.errors import UserError
-from hermes_rl.testing import FakeServer
+from hermes_rl.messages import text_of
+from hermes_rl.testing import FakeConfig, FakeServer, FaultPlan, ServedRequest
 
 TURNS = 30
 EVERY = 5
@@ -221,3 +224,32 @@ async def test_a_failing_setup_fails_every_repeat(tmp_path: Path, server: FakeSe
 def test_checkpoints_are_refused_for_environments(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--checkpoint-turns works with datasets"):
         kit.make_config(tmp_path, [episode()], env={"name": "gsm8k"}, run={"checkpoint_turns": 5})
+
+
+@pytest.mark.parametrize("verified", [False, True])
+async def test_an_answer_outlives_its_judge(verified: bool, tmp_path: Path) -> None:
+    """Once the judge answers, the policy is not called again, unless its sandbox is graded, too."""
+    task = kit.make_task(1) | {"score": {"type": "judge", "rubric": "Is it written?"}}
+    if not verified:
+        del task["verify"]
+
+    def judge(request: ServedRequest) -> str:
+        (key,) = re.findall(r'"(verdict\w*)": V', text_of(request.messages[0]))
+        return json.dumps({"reason": "It is.", key: "yes"})
+
+    async with (
+        FakeServer(FakeConfig(plays={"critic": judge})) as server,
+        FakeServer(FakeConfig(faults=FaultPlan(rates={"auth": 1.0}))) as refusing,
+    ):
+        for url, code in ((refusing.base_url, 3), (server.base_url, 0)):
+            where = f"scoring.judges=[{{name: critic, base_url: '{url}'}}]"
+            more = ("--workers", "0", "--set", where)
+            await kit.finish_run(*kit.run_arguments(tmp_path, [task], server, *more), code=code)
+        kit.check_usage(tmp_path / "run", [*server.entries, *refusing.entries])
+    served = Counter(entry.model for entry in server.entries)
+    assert served == {"fake": 6 if verified else 3, "critic": 1}
+    (row,) = kit.final_rows(tmp_path / "run").values()
+    assert resumed_turns(row) == (0 if verified else 3)
+    assert (row["reward"], row["turns"], len(row["messages"])) == (1.0, 3, 7)
+    assert len(row["calls"]) == (4 if verified else 1)
+    assert not (tmp_path / "run" / "checkpoints").exists()
