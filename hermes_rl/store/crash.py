@@ -52,6 +52,7 @@ COMPACTION_POINTS = (
     "compact-1-written",
     "compact-2-staged",
     "compact-3-recorded",
+    "compact-4-due",
     "compact-4-exchanged",
     "compact-5-switched",
     "compact-6-removed",

@@ -239,6 +239,13 @@ class Storage:
             self.sync_path(final.parent)
             self._crash(f"{point}-durable")
 
+    def gated(self, path: Path) -> Path:
+        """A path below the run directory that leads through the gate: nothing is found there once
+        another driver has begun."""
+        if self.gate is None:
+            return path
+        return self.gate / os.pardir / os.pardir / path.relative_to(self._root)
+
     def sync_path(self, path: Path) -> None:
         """fsync a file, or a folder, whose names are durable then."""
         fd = os.open(path, os.O_RDONLY)

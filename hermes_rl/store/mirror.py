@@ -373,7 +373,8 @@ def changed_run(path: str | Path, *, repair: bool = False) -> Iterator[OpenedRun
     takes the run over and is uploaded when the context ends without an error. Blocking.
 
     Args:
-        repair: also take files that were lost or changed in the store.
+        repair: also take files that were lost or changed in the store, and upload everything to
+            one that was emptied.
 
     Raises: StoreError when another driver lives, or takes the run meanwhile; UserError for a URL
     without a run, or when the store fails; DiskFull.
@@ -382,7 +383,9 @@ def changed_run(path: str | Path, *, repair: bool = False) -> Iterator[OpenedRun
     if url is None:
         yield OpenedRun(Path(path))
         return
-    open_remote(url).refuse_absent()
+    remote = open_remote(url)
+    if not (repair and _is_emptied(remote)):
+        remote.refuse_absent()
     mirror = open_mirror(url, LEASE_S, repair=repair)
     try:
         yield OpenedRun(mirror.path, mirror.first_epoch, mirror.notes)
@@ -425,7 +428,14 @@ def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair:
     mine = last is not None and last.copy == copy  # made under this lock, so its driver ended
     if last is not None and not mine:
         _refuse_living(remote, last, now)
-    kept = mine and (work / "epochs").is_dir()
+    emptied = _is_emptied(remote)
+    if emptied and not repair:
+        raise UserError(
+            f"{remote.url} is empty, but this machine has the rows of a run there, in {work}. Put "
+            f"them back with `hermes-rl check {remote.url} --repair`, or remove the folder to "
+            "start from scratch"
+        )
+    kept = (mine or emptied) and (work / "epochs").is_dir()
     notes = [] if kept else _set_aside(remote, root, work)
     damaged: set[str] | None = None
     if repair or not kept:
@@ -474,6 +484,13 @@ def _refuse_living(remote: RemoteRun, claim: Entry, now: float) -> None:
             f"{remote.url} is in use by {claim.holder} (last sign of life {max(0, silent):.0f} s "
             f"ago). Stop it, or wait until it is silent for {claim.lease_s:g} s"
         )
+
+
+def _is_emptied(remote: RemoteRun) -> bool:
+    """Whether the store has lost all of a run that this machine drove: a log that was never begun
+    has no rows."""
+    run_dir = RunDir(working_copy(remote.url))
+    return not remote.entries and bool(run_dir.commit_stems() or run_dir.journals("done"))
 
 
 def _set_aside(remote: RemoteRun, root: Path, work: Path) -> list[str]:

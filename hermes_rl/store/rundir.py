@@ -149,6 +149,10 @@ class RunDir:
                     raise OSError(0, "a link replaces a file")
                 what = "renames"
                 os.rename(names[1], names[2])
+                for folder in FOLDERS:  # one may be a mount, or a link to another disk
+                    what = f"renames from tmp/ to {folder}/"
+                    os.rename(names[2], moved := self.path / folder / f".{names[2].name}")
+                    os.rename(moved, names[2])
         except OSError as error:
             if isinstance(error, DiskFull):
                 raise

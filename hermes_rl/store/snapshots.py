@@ -261,7 +261,8 @@ def complete_switches(run_dir: RunDir, *, grace_s: float = OLD_FILES_S) -> None:
             waits = _folder(run_dir, number, table)
             if waits.is_dir() and any(stem_of(p) in merged for p in waits.iterdir()):
                 _link_others(run_dir, run_dir.path / table, waits, replaced)
-                exchange_tables(waits, run_dir.path / table)
+                run_dir.crash("compact-4-due")
+                exchange_tables(run_dir.storage.gated(waits), run_dir.path / table)
                 run_dir.crash("compact-4-exchanged")
                 run_dir.storage.sync_path(place)
                 run_dir.storage.sync_path(run_dir.path)
@@ -318,9 +319,14 @@ def _folder(run_dir: RunDir, number: int, table: str) -> Path:
 
 
 def exchange_tables(one: Path, other: Path) -> None:
-    """Exchange two folders at once. Raises: StoreError where the file system cannot."""
+    """Exchange two folders at once. Raises: StoreError where the file system cannot, or where the
+    gate of this driver is closed."""
     try:
         exchange(one, other)
+    except FileNotFoundError:
+        if one.parent.is_dir():
+            raise
+        raise StoreError(f"{other.parent} was taken over by another driver") from None
     except OSError as error:
         raise StoreError(
             f"the file system of {other} cannot exchange two folders ({error.strerror}), which "

@@ -500,6 +500,29 @@ async def test_a_store_that_lost_its_log_during_a_run_is_reported(proxy: Proxy, 
     assert len(kit.final_rows(mirror.path)) == 2
 
 
+async def test_a_store_that_was_emptied_between_two_starts_gets_its_rows_back(
+    tmp_path: Path, server: FakeServer, proxy: Proxy, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A start would pay for every row again."""
+    order = arguments(tmp_path, server, url, "--concurrency", "1")
+    await kit.finish_run(*order)
+    rows, objects, served = await rows_at(url), await proxy.objects(url), len(server.entries)
+    async with aiohttp.ClientSession(headers=SIGNED) as session:
+        for key in objects:
+            await session.delete(f"{proxy.target}/{url.removeprefix('s3://')}/{key}")
+    assert not await proxy.objects(url)
+    assert await asyncio.to_thread(main, ["check", url]) == 2
+    refused = await kit.finish_run(*order, code=2)
+    assert f"hermes-rl check {url} --repair" in "".join(refused.errors)
+    assert len(server.entries) == served
+    capsys.readouterr()
+    assert await asyncio.to_thread(main, ["check", url, "--repair"]) == 0
+    assert "4 units done" in capsys.readouterr().out
+    assert await rows_at(url) == rows
+    await kit.finish_run(*order)
+    assert len(server.entries) == served
+
+
 async def test_the_end_of_a_run_uploads_everything_after_an_entry_that_failed(
     proxy: Proxy, url: str
 ) -> None:

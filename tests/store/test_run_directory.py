@@ -208,6 +208,27 @@ async def test_a_file_system_that_lacks_something_is_refused_at_the_start(
         pass
 
 
+async def test_a_folder_of_a_run_on_another_disk_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount, or a link to another file system, as the system call answers there."""
+    rename, run = os.rename, tmp_path / "run"
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(target).parent == run / "commits":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    async with await open_run(run, scripted_rows.CONFIG):
+        pass
+    files = sorted(run.rglob("*"))
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(UserError) as caught:
+        await open_run(run, scripted_rows.CONFIG)
+    assert "lacks renames from tmp/ to commits/: Invalid cross-device link" in str(caught.value)
+    assert sorted(run.rglob("*")) == files
+
+
 async def test_locks_that_exclude_nobody_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from hermes_rl.store import (
     Prepared,
     Publisher,
     RunDir,
+    compact_run,
     load_run,
     open_run,
     prepare_batch,
@@ -251,6 +253,38 @@ async def test_a_driver_that_is_replaced_behind_its_check_publishes_nothing(
         assert published(run_path) == found[0]
     checks.check_invariants(run_path)
     assert not [path for path in run_path.glob("epochs/*") if path.is_dir()]
+
+
+async def test_a_merge_that_is_replaced_behind_its_check_exchanges_nothing(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would put the old table back, beside which its successor has published."""
+    for n in range(3):
+        await add_batch(run_path, n)
+
+    def take_over(hook: CrashHook) -> None:
+        monkeypatch.delenv(CRASH_VARIABLE)
+        (run_path / "LOCK").unlink()
+        asyncio.run(add_batch(run_path, 3))
+
+    monkeypatch.setattr(CrashHook, "die", take_over)
+    monkeypatch.setenv(CRASH_VARIABLE, "compact-4-due")
+    with pytest.raises(StoreError, match="was taken over by another driver"):
+        await asyncio.to_thread(compact_run, run_path)
+    whole = Counter(scripted_rows.unit_id(n) for n in range(4))
+    assert checks.glob_units(run_path) == whole
+    async with await open_run(run_path, scripted_rows.CONFIG, None, OPTIONS):
+        assert checks.glob_units(run_path) == whole
+    checks.check_invariants(run_path)
+
+
+async def add_batch(path: Path, number: int) -> None:
+    async with (
+        await open_run(path, scripted_rows.CONFIG, None, OPTIONS) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 1) as journal,
+    ):
+        await scripted_rows.run_attempt(driver, journal, number)
+        await Publisher(journal).drain()
 
 
 def published(path: Path) -> dict[str, bytes]:
