@@ -18,10 +18,19 @@ from pathlib import Path
 import pip
 
 from hermes_rl.errors import SandboxStartError
-from hermes_rl.sandboxes import Engine
+from hermes_rl.sandboxes import Check, Engine, conformance
 
 IMAGE = "tested:1"
 PROGRAMS = {"docker": "dockerd", "podman": "podman"}
+OF_THE_BACKEND: tuple[Check, ...] = (
+    *(conformance.keeps_state, conformance.names_the_culprit, conformance.ends_when_closed),
+    *(conformance.keeps_neighbours_apart, conformance.moves_bytes, conformance.moves_large_files),
+    *(conformance.grades_what_was_left, conformance.reports_and_times_out),
+    *(conformance.grades_after_a_kill, conformance.keeps_whatever_was_left),
+    *(conformance.nothing_runs_during_grading, conformance.starts_from_a_snapshot),
+)
+"""Checks in which a backend itself starts, ends, copies, grades or forks. In the others a shell
+works, through a channel that another backend has too, which passes the whole suite."""
 _START_S = 60.0
 _CONTAINERS_CONF = """
 [containers]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import OF_THE_BACKEND
 
 from hermes_rl.errors import SandboxDied
 from hermes_rl.sandboxes import (
@@ -32,7 +36,7 @@ async def test_bubblewrap(bubblewrap: Bubblewrap, check: Check) -> None:
     await check(bubblewrap)
 
 
-@every_check
+@pytest.mark.parametrize("check", OF_THE_BACKEND, ids=lambda check: check.__name__)
 @pytest.mark.usefixtures("reference")
 async def test_the_reference(bubblewrap: Bubblewrap, check: Check) -> None:
     """bubblewrap starts the sandboxes itself."""

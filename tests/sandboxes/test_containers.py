@@ -24,7 +24,7 @@ import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parent))
 import egress_checks
-from engines import IMAGE, PROGRAMS, end_left, engine, import_image
+from engines import IMAGE, OF_THE_BACKEND, PROGRAMS, end_left, engine, import_image
 
 from hermes_rl.cli import main
 from hermes_rl.errors import SandboxDied, SandboxKilled, SandboxStartError, TaskFault
@@ -41,6 +41,7 @@ from hermes_rl.sandboxes import (
     tells_a_host_fault,
 )
 from hermes_rl.store import load_run
+from hermes_rl.testing import BUNDLES, bundle
 
 HERE = Path(__file__).parent
 VARIABLES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
@@ -57,6 +58,7 @@ pytestmark = [
 
 ONE_ENGINE = pytest.mark.parametrize("running", ["docker"], indirect=True)
 """For what happens in the container or in code of ours that both engines share."""
+PODMAN = pytest.mark.parametrize("running", ["podman"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=PROGRAMS)
@@ -97,8 +99,22 @@ def graded_images(engine: Engine) -> list[str]:
     return [tag for found in listed for tag in found["RepoTags"] or () if "graded" in tag]
 
 
+@ONE_ENGINE
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test_the_shipped_suite(backend: WithImage, check: Check) -> None:
+    await check(backend)
+
+
+OF_PODMAN = (
+    *OF_THE_BACKEND,
+    egress_checks.clients_find_the_proxy_by_themselves,
+    egress_checks.verifiers_have_no_network,
+)
+
+
+@PODMAN
+@pytest.mark.parametrize("check", OF_PODMAN, ids=lambda check: check.__name__)
+async def test_what_podman_does_for_the_suite(backend: WithImage, check: Check) -> None:
     await check(backend)
 
 
@@ -128,6 +144,7 @@ def test_the_suite_as_an_ordinary_user_of_a_rootful_engine(
     as_ordinary_user(Path(conformance.__file__), check.__name__, engine)
 
 
+@ONE_ENGINE
 @pytest.mark.parametrize("name", egress_checks.NAMES)
 async def test_the_network_is_a_list_of_hosts(backend: WithImage, name: str) -> None:
     await getattr(egress_checks, name)(backend)
@@ -240,27 +257,28 @@ WRITE_CACHE = f"python3 -c {shlex.quote(CACHE)}"
 """Makes a cache of the loader with one library: its name, and where it is."""
 
 
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "printf '#!/bin/bash\\nexit 0' >/usr/bin/grep",
-        "printf '#!/bin/bash\\nexit 0' >/usr/local/bin/grep; chmod +x /usr/local/bin/grep",
-        "cp /bin/bash /root/b; printf '#!/root/b\\nexit 0' >/root/x; chmod +x /root/x; "
-        "mv /usr/bin/bash /root/c; cp /root/x /usr/bin/bash",
-        "mv /usr/bin /usr/bin2; ln -s /usr/bin2 /usr/bin",
-        "rm -rf /tests; ln -s /usr/local/bin /tests",
-        "echo /workspace/evil.so >/etc/ld.so.preload",
-        "rm -rf /logs; ln -s /workspace /logs",
-        "d=$(dirname $(find /usr/lib -name libtinfo.so.6))/glibc-hwcaps/x86-64-v2; mkdir -p $d; "
-        "touch $d/libtinfo.so.6",
-        "mkdir -p /usr/lib/x86_64-linux-gnu/gconv; touch /usr/lib/x86_64-linux-gnu/gconv/X.so",
-        f"{WRITE_CACHE} libc.so.06 /lib/x86_64-linux-gnu/../../opt/libc.so.06",
-        f"{WRITE_CACHE} libtinfo.so.6 /opt/libtinfo.so.6",
-        "echo x >/etc/ld.so.cache",
-        "ln -s /workspace /verify",
-        "rm -rf /workspace; ln -s /verify /workspace",
-    ],
+REPLACEMENTS = (
+    "printf '#!/bin/bash\\nexit 0' >/usr/bin/grep",
+    "mv /usr/bin /usr/bin2; ln -s /usr/bin2 /usr/bin",
+    "echo /workspace/evil.so >/etc/ld.so.preload",
+    "printf '#!/bin/bash\\nexit 0' >/usr/local/bin/grep; chmod +x /usr/local/bin/grep",
+    "cp /bin/bash /root/b; printf '#!/root/b\\nexit 0' >/root/x; chmod +x /root/x; "
+    "mv /usr/bin/bash /root/c; cp /root/x /usr/bin/bash",
+    "rm -rf /tests; ln -s /usr/local/bin /tests",
+    "rm -rf /logs; ln -s /workspace /logs",
+    "d=$(dirname $(find /usr/lib -name libtinfo.so.6))/glibc-hwcaps/x86-64-v2; mkdir -p $d; "
+    "touch $d/libtinfo.so.6",
+    "mkdir -p /usr/lib/x86_64-linux-gnu/gconv; touch /usr/lib/x86_64-linux-gnu/gconv/X.so",
+    f"{WRITE_CACHE} libc.so.06 /lib/x86_64-linux-gnu/../../opt/libc.so.06",
+    f"{WRITE_CACHE} libtinfo.so.6 /opt/libtinfo.so.6",
+    "echo x >/etc/ld.so.cache",
+    "ln -s /workspace /verify",
+    "rm -rf /workspace; ln -s /verify /workspace",
 )
+
+
+@ONE_ENGINE
+@pytest.mark.parametrize("cheat", REPLACEMENTS)
 async def test_no_replaced_program_judges(backend: WithImage, cheat: str) -> None:
     spec = GradingSpec(
         "grep -q right /workspace/answer && echo reward=1 >&3 || echo reward=0 >&3",
@@ -273,6 +291,12 @@ async def test_no_replaced_program_judges(backend: WithImage, cheat: str) -> Non
         verdict = await sandbox.grade(spec)
         assert (verdict.exit_code, verdict.report) == (137, b"")
         assert "replaced" in verdict.output
+
+
+@PODMAN
+@pytest.mark.parametrize("cheat", REPLACEMENTS[:3], ids=["changed", "moved", "added"])
+async def test_podman_lists_what_was_replaced(backend: WithImage, cheat: str) -> None:
+    await test_no_replaced_program_judges(backend, cheat)
 
 
 SCORED = GradingSpec("cd /workspace; [[ -e answer ]] && n=1 || n=0; echo reward=$n >&3", score=True)
@@ -456,8 +480,8 @@ async def test_a_kill_leaves_nothing_and_spares_others(
     async with await backend.lease(SandboxSpec(lease="beside")) as beside:
         await beside.run("echo kept >file", timeout_s=20)
         (beside_it,) = containers(running)
-        worker = start_worker(running, state, 10)
-        assert len(containers(running)) == 11
+        worker = start_worker(running, state, 3)
+        assert len(containers(running)) == 4
         if watchdog_too:
             for path in Path("/proc").glob("[0-9]*/cmdline"):
                 line = path.read_bytes() if path.exists() else b""
@@ -506,6 +530,7 @@ async def test_a_dead_engine_is_a_fault_of_the_machine() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@ONE_ENGINE
 def test_a_run_in_containers(
     running: Engine,
     tmp_path: Path,
@@ -563,7 +588,8 @@ def test_task_folders_are_built_and_played(
         (task / name).write_text(text)
     command = ["run", str(task.parent), "--sandbox", running.name, "--workers", "0"]
     command += ["--set", f"sandbox.build.aliases={{base: {base}}}"]
-    for model, reward in (("oracle", 0.5), ("noop", 0.0)):
+    played = {"oracle": 0.5, "noop": 0.0} if running.name == "docker" else {"oracle": 0.5}
+    for model, reward in played.items():
         out = tmp_path / model
         assert main([*command, "--model", model, "--out", str(out)]) == 0
         (row,) = load_run(out).trajectories.to_dict("records")
@@ -576,30 +602,11 @@ def test_task_folders_are_built_and_played(
 
 
 @ONE_ENGINE
-def test_no_cheat_of_the_corpus_earns_a_reward(
-    running: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLES[running.name], f"unix://{running.path}")
-    rows = [
-        {
-            "id": name,
-            "prompt": "Write 42 to answer.",
-            "verify": verify,
-            "oracle": "echo 42 >answer",
-        }
-        for name, verify in (
-            ("code", 'cd "$WORKSPACE" && grep -qx 42 answer'),
-            (
-                "score",
-                {
-                    "script": "[[ $(<$WORKSPACE/answer) = 42 ]] && n=1 || n=0; echo reward=$n >&3",
-                    "score": True,
-                },
-            ),
-        )
-    ]
-    dataset = tmp_path / "rows.jsonl"
-    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["check", str(dataset), "--run", "--sandbox", running.name, "--image", IMAGE]
-    assert main(command) == 0
-    assert containers(running) == []
+@pytest.mark.parametrize("name", BUNDLES)
+async def test_no_cheat_of_the_corpus_earns_a_reward(backend: WithImage, name: str) -> None:
+    by_code = GradingSpec('cd "$WORKSPACE" && grep -qx 42 answer')
+    script = "[[ $(<$WORKSPACE/answer) = 42 ]] && n=1 || n=0; echo reward=$n >&3"
+    async with await backend.lease(SandboxSpec(lease="cheats")) as sandbox:
+        await sandbox.run(bundle(name), timeout_s=60)
+        assert (await sandbox.grade(by_code)).exit_code != 0
+        assert (await sandbox.grade(GradingSpec(script, score=True))).report != b"reward=1\n"

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+sys.path.insert(0, str(Path(__file__).parent))
+from engines import OF_THE_BACKEND
+
 from hermes_rl.cli import main
 from hermes_rl.errors import SandboxKilled, SandboxStartError, TaskFault
 from hermes_rl.sandboxes import (
-    CHECKS,
     Check,
     GradingSpec,
     Modal,
@@ -62,8 +64,9 @@ async def sh(sandbox: Sandbox, command: str) -> str:
     return f"{result.output.strip()} [{result.exit_code}]"
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", OF_THE_BACKEND, ids=lambda check: check.__name__)
 async def test_the_shipped_suite(backend: Modal, check: Check) -> None:
+    """Its channel is that of ssh, and its shell that of the backend `none`."""
     await check(backend)
 
 
