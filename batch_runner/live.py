@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -35,6 +35,7 @@ from hermes_rl.rl import (
     SCORED_AT_ONCE,
     Difficulty,
     Gathered,
+    Grader,
     LiveGroup,
     LiveOptions,
     Member,
@@ -60,11 +61,10 @@ from hermes_rl.store import (
 )
 from hermes_rl.tasks import Task
 
-if TYPE_CHECKING:
-    from hermes_rl.rl import Grader
-
-
 _log = logging.getLogger(__name__)
+
+FRUITLESS = 16
+"""Groups in a row without a single reward at which a run ends."""
 
 
 class GroupPlan(Plan):
@@ -172,6 +172,9 @@ class LiveGroups:
         self._undecided: dict[str, Delivery] = {}
         """Groups without an acknowledgement, complete or delivered."""
         self._warned = False
+        self._fruitless = 0
+        """Complete groups without a reward since the last one with some."""
+        self._last_error: str | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -412,6 +415,7 @@ class LiveGroups:
         group = self._open[item.group_id]
         name = trajectory_id(receipt.unit_id, receipt.epoch, receipt.attempt)
         ok, judged = receipt.status == "ok", receipt.reward is not None
+        self._last_error = receipt.error or self._last_error
         why = None if ok and judged else "not graded" if ok else str(receipt.cause)
         member = Member(
             index=item.repeat,
@@ -505,8 +509,11 @@ class LiveGroups:
         if self._scores and why is None and settings.hosts is not None:
             scored = await self._score(gathered, group.task)
             if scored is None:
+                self._note_yield(0)
                 return
             row = scored
+        if why is None:
+            self._note_yield(row.n_valid)
         why = why or self.options.selection.refuse(row, self._range)
         delivery = self._delivery_of(row, group.row_index, group.level)
         if self._difficulty is not None:
@@ -539,9 +546,20 @@ class LiveGroups:
         await self._writer.add(Derived(groups=(row,)), pending)
         self._rows.drop(row.trajectory_ids)
         self._counts["unscored"] += 1
+        if scoring.error != self._last_error:
+            _log.warning("the group of task %s was not scored: %s", row.task_id, scoring.error)
+        self._last_error = scoring.error
         if scoring.stop is not None:
             self.source.halt(Stop(cause_of(scoring.stop), scoring.error))
         return None
+
+    def _note_yield(self, rewards: int) -> None:
+        """Note the rewards of a complete group. Many groups in a row without any end the run: a
+        broken environment would use up its tasks, and an endless one never end."""
+        self._fruitless = 0 if rewards else self._fruitless + 1
+        if self._fruitless == FRUITLESS:
+            why = f"{FRUITLESS} groups in a row got no reward, the last one: {self._last_error}"
+            self.source.halt(Stop("verifier", why))
 
     async def _open_grader(self) -> Grader:
         async with self._grading:
@@ -595,6 +613,8 @@ class LiveGroups:
                     raise self._error
                 if self._over:
                     self._raise_stop()
+                    if self._counts and not self._counts["delivered"]:
+                        _log.warning("the tasks ended without a group: %s", self.counts())
                     return None
                 self._changed.clear()
                 await self._changed.wait()

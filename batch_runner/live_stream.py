@@ -8,19 +8,40 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from batch_runner.live import LiveGroups
-from batch_runner.progress import Silent
+from batch_runner.progress import Silent, View
 from batch_runner.runner import arun_batch
 from hermes_rl.config import RunConfig
+from hermes_rl.ports import Receipt
 from hermes_rl.rl import LiveOptions
+from hermes_rl.store import Disposition
 
 _log = logging.getLogger(__name__)
 
+ERRORS_LOGGED = 20
+"""Different errors of rollouts that are logged, at most."""
+
 
 class _Logged(Silent):
-    """Shows nothing, since the terminal is the trainer's; notes go to the log."""
+    """Shows nothing, since the terminal is the trainer's: notes go to the log. Its warnings are the
+    endpoints that do not answer, and the errors of rollouts, each once."""
+
+    def __init__(self) -> None:
+        self._errors: set[str] = set()
 
     def note(self, text: str) -> None:
         _log.info("%s", text)
+
+    def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
+        error, logged = receipt.error, self._errors
+        if disposition != "given_up" or not error or error in logged:
+            return
+        if len(logged) < ERRORS_LOGGED:
+            logged.add(error)
+            _log.warning("a rollout of task %s failed: %s", receipt.task_id, error)
+
+    def tick(self, view: View) -> None:
+        for line in view.trouble:
+            _log.warning("%s", line)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import traceback
@@ -31,7 +32,10 @@ def user_code(
     """
     try:
         yield
-    except Exception as raised:  # a boundary: user code
+    except (Exception, SystemExit, asyncio.CancelledError) as raised:  # a boundary: user code
+        task = asyncio.current_task() if isinstance(raised, asyncio.CancelledError) else None
+        if task is not None and task.cancelling():
+            raise  # of this rollout, not of a task that the code waited for
         error = raised
         while isinstance(error, ExceptionGroup):  # of a TaskGroup: the first one ended the others
             error = error.exceptions[0]

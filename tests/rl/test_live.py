@@ -31,6 +31,7 @@ from hermes_rl.testing import (
     ExactEngine,
     FakeConfig,
     FakeServer,
+    FaultPlan,
     chat_of,
     write_tiny_tokenizer,
 )
@@ -219,6 +220,58 @@ async def test_a_trainer_that_is_slow_holds_rollouts_back_and_pause_stops_them(l
             assert len(server.entries) == paused
             await policy.resume()
             await take(stream, 6)
+
+
+ENDS = """
+async def compute_reward(self, task, trajectory, ctx):
+    if ctx.member:
+        sys.exit(3)
+    waited = asyncio.ensure_future(asyncio.sleep(9))
+    waited.cancel()
+    await waited
+"""
+UNSCORED = """
+async def score_group(self, task, members, ctx):
+    {}["a"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "errors"),
+    [
+        (ENDS, ("compute_reward() raised SystemExit: 3", "compute_reward() raised CancelledError")),
+        (UNSCORED, ("score_group() raised KeyError: 'a'",)),
+    ],
+)
+async def test_an_environment_that_gives_no_rewards_ends_the_stream_with_its_error(
+    lab: Lab, caplog: pytest.LogCaptureFixture, body: str, errors: tuple[str, ...]
+) -> None:
+    lab.write(TALK + body, "import asyncio, sys")
+    with pytest.raises(RolloutsStopped, match="16 groups in a row got no reward") as raised:
+        async with open_stream(lab, None, policy=Policy(model="noop"), group_size=2) as stream:
+            await anext(stream)
+    text = str(raised.value)
+    assert any(f"environment made_up: {error} (" in text for error in errors)
+    assert "\n" not in text
+    for error in errors:
+        (record,) = [one for one in caplog.records if error in one.getMessage()]
+        assert "of task n" in record.getMessage()
+        assert record.exc_info is None
+
+
+async def test_an_engine_that_answers_errors_is_named_while_it_is_waited_for(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    lab.write(TALK)
+    broken = FakeConfig(
+        plays={"policy": lambda request: "Well."}, faults=FaultPlan(rates={"server_error": 1.0})
+    )
+    async with FakeServer(broken) as server, open_stream(lab, server) as stream:
+        waiting = asyncio.create_task(anext(stream))
+        while "answers 500" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        waiting.cancel()
+    assert "calls waiting; gives up in " in caplog.text
 
 
 async def test_a_spent_budget_ends_the_stream_with_the_reason(lab: Lab) -> None:

@@ -397,6 +397,8 @@ class Probe:
         if self.endpoint.api_mode == CHAT_MODE:
             found = await self._logprobs("chat", self._likely_with_ids, decisive=True)
             why = f"{self.endpoint.host} gives none with its answers"
+            if found is None and (error := self._calls[-1].error):
+                why = f"{self.endpoint.host} gives none: {error}"
         if found is not None and found.first.spelling is not None:
             return TokenPlan(
                 way="chat",
