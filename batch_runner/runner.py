@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from batch_runner.budgets import make_coordinator, refuse_unpriced, summary_as_dict
@@ -45,7 +44,7 @@ from batch_runner.settings import (
 )
 from batch_runner.worker import WorkerSpec
 from hermes_rl.aio import abandonable, in_thread, run_sync
-from hermes_rl.checkpoints import CHECKPOINTS
+from hermes_rl.checkpoints import CHECKPOINTS, clear
 from hermes_rl.config import RunConfig, to_yaml
 from hermes_rl.definitions import (
     extra_body_of,
@@ -313,8 +312,9 @@ class _Run:
             if self.images is not None:
                 await self.images.aclose()
             self.progress.close(self.view())
-        if self._ended:  # units that were given up leave some
-            await asyncio.to_thread(rmtree, run_dir.path / CHECKPOINTS, ignore_errors=True)
+        left = run_dir.path / CHECKPOINTS
+        if self._ended and left.is_dir():  # of units that were given up
+            await asyncio.to_thread(clear, left)
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         if self.source.stop is None or self.live is not None:  # which its consumer always stops

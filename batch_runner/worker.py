@@ -25,7 +25,7 @@ import msgspec
 from batch_runner.budgets import budgets_of
 from batch_runner.settings import Hosts, open_hosts
 from hermes_rl.agent import Control
-from hermes_rl.checkpoints import CHECKPOINTS, Checkpoints, may_resume
+from hermes_rl.checkpoints import CHECKPOINTS, Checkpoints
 from hermes_rl.config import RunSection, parse_config
 from hermes_rl.errors import DiskFull, HermesError, StoreError, UserError, cause_of
 from hermes_rl.events import AttemptKey, Ended, EventLog, TokensAdded
@@ -311,9 +311,8 @@ class Worker:
             fatal_command=fatal,
         )
         place = await self._journal.finish(made)
-        checkpoints = self._context.checkpoints
-        if checkpoints is not None and not may_resume(row.cause):
-            await checkpoints.drop(item.unit_id)
+        if self._context.checkpoints is not None:
+            await self._context.checkpoints.settle(item.unit_id, row.cause)
         if place is not None:  # else the receipt travels with the rows
             self._outbox.append(receipt_of(made, self.writer, place))
         self._requests += len(row.calls)

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run directory."""
 _FILE = "checkpoint.json"
 _SANDBOX = "sandbox"
+_ENDED = "-ended"
 
 
 class AgentEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +144,7 @@ class Checkpoints:
             spent=dict(spent),
         )
         unit = self.folder / key.unit_id
-        end = "" if checkpoint.ended is None else "-ended"
+        end = "" if checkpoint.ended is None else _ENDED
         name = f"{checkpoint.turn:06}-{key.epoch}-{key.attempt}{end}"
         half = unit / f".{name}"
         try:
@@ -181,11 +183,36 @@ class Checkpoints:
         """Delete those of a unit."""
         await asyncio.to_thread(shutil.rmtree, self.folder / unit_id, ignore_errors=True)
 
+    async def settle(self, unit_id: str, cause: str | None) -> None:
+        """Delete those of a unit from which no attempt may resume after one with this cause.
 
-def may_resume(cause: str | None) -> bool:
-    """Whether a later attempt may resume from the checkpoint of one with this cause: the rollout
-    did not cause the failure. None is the cause of an attempt that did not fail."""
-    return cause is not None and cause != "stalled" and CAUSES[cause].retry
+        Args:
+            cause: None is the cause of an attempt that did not fail.
+        """
+        if cause in _OF_GRADING:
+            await asyncio.to_thread(_keep_ended, self.folder / unit_id)
+        elif cause is None or not CAUSES[cause].retry:
+            await self.drop(unit_id)
+
+
+_OF_GRADING = ("stalled", "verifier")
+"""Causes that a rollout may have itself, but not once its agent has ended."""
+
+
+def clear(folder: Path) -> None:
+    """Delete what a run that is over left in its folder, except rollouts that only need a grade."""
+    for unit in folder.glob("*"):
+        _keep_ended(unit)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _keep_ended(unit: Path) -> None:
+    for path in unit.glob("*"):
+        if not path.name.endswith(_ENDED) or path.name.startswith("."):
+            shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        unit.rmdir()
 
 
 def _clear(half: Path) -> None:

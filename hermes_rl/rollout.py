@@ -37,7 +37,7 @@ from hermes_rl.agent import (
     wall_limit,
     with_services,
 )
-from hermes_rl.checkpoints import Checkpoint, Found, may_resume
+from hermes_rl.checkpoints import Checkpoint, Found
 from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
     DiskFull,
@@ -45,6 +45,7 @@ from hermes_rl.errors import (
     SandboxDied,
     SandboxKilled,
     SnapshotLost,
+    Stalled,
     TaskFault,
     UserError,
     VerifierFault,
@@ -323,6 +324,8 @@ class _Attempt:
         """The name of a setup that other rollouts share."""
         self._ready = False
         """The task is set up already."""
+        self._to_grade: tuple[Sandbox | None, AgentResult] | None = None
+        """The agent has ended: its sandbox and result."""
         stage = self.stage = episode.stage
         self.context, self.item, self.task, self.log = (
             stage.context, stage.item, stage.task, stage.log,
@@ -330,8 +333,25 @@ class _Attempt:
 
     async def run(self) -> AgentResult:
         """Raises: Stalled and other HermesErrors."""
-        async with wall_limit(self.draw.limits.wall_seconds):
-            return await self._run()
+        try:
+            async with wall_limit(self.draw.limits.wall_seconds):
+                return await self._run()
+        except Stalled as stalled:
+            if self._to_grade is not None:
+                await self._keep_ended(*self._to_grade)
+            raise Stalled(f"{stalled}{self._unanswered()}") from stalled
+
+    def _unanswered(self) -> str:
+        """The models that were not answering at the end."""
+        started = {e.call_id: e for e in self.log.events if isinstance(e, ev.CallStarted)}
+        ended = [e for e in self.log.events if isinstance(e, ev.CallEnded)]
+        if not ended:
+            return ""
+        purpose = started[ended[-1].call_id].purpose
+        calls = ((started[e.call_id], e.outcome) for e in ended)
+        last = {call.model: outcome for call, outcome in calls if call.purpose == purpose}
+        silent = [model for model, outcome in last.items() if outcome != "ok"]
+        return f": no answer of {purpose} {', '.join(silent)}" if silent else ""
 
     async def _run(self) -> AgentResult:
         start, sandbox = time.monotonic(), None
@@ -436,16 +456,14 @@ class _Attempt:
             key, state, self.log.events, spent, sandbox
         )
 
-    async def _keep_ended(
-        self, sandbox: Sandbox | None, result: AgentResult, error: HermesError
-    ) -> None:
+    async def _keep_ended(self, sandbox: Sandbox | None, result: AgentResult) -> None:
         """Keep a finished rollout that was not graded, since judges were not reached, so that its
         next attempt calls only them. Not where its sandbox is graded or kept, nor with token ids:
         a resumed attempt trains on its own answers only."""
         graded_inside = self.task.verify or any(s.type == "code" for s in self.task.score)
         workspace = sandbox is not None and self.context.workspaces is not None
         exact = any(isinstance(event, ev.TokensAdded) for event in self.log.events)
-        if not (graded_inside or workspace or exact) and may_resume(cause_of(error)):
+        if not (graded_inside or workspace or exact):
             await self._checkpoint(None, result)
 
     def _is_sandboxed(self) -> bool:
@@ -473,7 +491,7 @@ class _Attempt:
 
     async def _graded(self, sandbox: Sandbox | None, result: AgentResult) -> ev.Graded:
         """The reward; what the rollout left is kept either way. Raises: HermesError."""
-        state = self._state_left()
+        state, self._to_grade = self._state_left(), (sandbox, result)
         try:
             graded = await self.episode.grade(sandbox, result)
         except VerifierFault:
@@ -486,9 +504,10 @@ class _Attempt:
                 await self._keep(sandbox, state, ended)
             except SandboxDied:
                 pass  # nothing is kept then; the rollout is not rolled again for it
+            await self._keep_ended(sandbox, result)
             raise
-        except HermesError as error:
-            await self._keep_ended(sandbox, result, error)
+        except HermesError:
+            await self._keep_ended(sandbox, result)
             raise
         await self._keep(sandbox, state)
         return graded

@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -267,9 +267,10 @@ class RunContext:
     def other_caller(
         self, purpose: str, recorder: Recorder, model: str, budget: Budget | None
     ) -> ModelCaller:
-        """The calls of one rollout's environment to one of its models."""
+        """The calls of one rollout to a model beside the agent's, whose answers are short."""
         routes = self.others[purpose].routes(model)
-        return ModelCaller(routes, recorder, self._patience(), budget=budget)
+        patience = replace(self._patience(), answer_s=self.config.endpoint.first_byte_seconds)
+        return ModelCaller(routes, recorder, patience, budget=budget)
 
     def _patience(self, *, in_process: bool = False) -> RetryPolicy:
         """How long calls go on.

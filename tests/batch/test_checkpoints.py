@@ -226,8 +226,18 @@ def test_checkpoints_are_refused_for_environments(tmp_path: Path) -> None:
         kit.make_config(tmp_path, [episode()], env={"name": "gsm8k"}, run={"checkpoint_turns": 5})
 
 
-@pytest.mark.parametrize("verified", [False, True])
-async def test_an_answer_outlives_its_judge(verified: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failing", "code", "verified"),
+    [
+        (FakeConfig(faults=FaultPlan(rates={"auth": 1.0})), 3, False),
+        (FakeConfig(faults=FaultPlan(rates={"auth": 1.0})), 3, True),
+        (FakeConfig(plays={"critic": lambda request: "No idea."}), 1, False),
+    ],
+    ids=["refused", "verified", "no verdict"],
+)
+async def test_an_answer_outlives_its_judge(
+    failing: FakeConfig, code: int, verified: bool, tmp_path: Path
+) -> None:
     """Once the judge answers, the policy is not called again, unless its sandbox is graded, too."""
     task = kit.make_task(1) | {"score": {"type": "judge", "rubric": "Is it written?"}}
     if not verified:
@@ -239,13 +249,13 @@ async def test_an_answer_outlives_its_judge(verified: bool, tmp_path: Path) -> N
 
     async with (
         FakeServer(FakeConfig(plays={"critic": judge})) as server,
-        FakeServer(FakeConfig(faults=FaultPlan(rates={"auth": 1.0}))) as refusing,
+        FakeServer(failing) as broken,
     ):
-        for url, code in ((refusing.base_url, 3), (server.base_url, 0)):
+        for url, ended in ((broken.base_url, code), (server.base_url, 0)):
             where = f"scoring.judges=[{{name: critic, base_url: '{url}'}}]"
-            more = ("--workers", "0", "--set", where)
-            await kit.finish_run(*kit.run_arguments(tmp_path, [task], server, *more), code=code)
-        kit.check_usage(tmp_path / "run", [*server.entries, *refusing.entries])
+            more = ("--workers", "0", "--retry-failed", "--set", where)
+            await kit.finish_run(*kit.run_arguments(tmp_path, [task], server, *more), code=ended)
+        kit.check_usage(tmp_path / "run", [*server.entries, *broken.entries])
     served = Counter(entry.model for entry in server.entries)
     assert served == {"fake": 6 if verified else 3, "critic": 1}
     (row,) = kit.final_rows(tmp_path / "run").values()

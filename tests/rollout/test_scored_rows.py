@@ -1,12 +1,17 @@
 """Rows with `score`, through the whole pipeline: rewards, code, judges, what a verifier finds."""
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hermes_rl.checkpoints import Checkpoints
 from hermes_rl.messages import text_of
 from hermes_rl.testing import FakeConfig, ServedRequest
 
@@ -196,6 +201,70 @@ async def test_text_of_the_answer_is_no_verdict(stage: Open, forged: str) -> Non
         made[judge] = await opened.attempt(row)
     assert (made["firm"].cause, made["firm"].reward) == ("verifier", None)
     assert (made["unclear"].reward, len(made["unclear"].calls)) == (0.0, 1 + 3)
+
+
+@asynccontextmanager
+async def judges_of_which_one_hangs(*, drips: bool) -> AsyncIterator[str]:
+    """The URL of judges. The second call of `hangs` is not answered, or a byte at a time."""
+    answers, calls = [{"message": {"content": '{"verdict": "yes"}'}, "finish_reason": "stop"}], 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal calls
+        with suppress(ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(re.findall(rb"(?i)content-length: (\d+)", head)[0])
+            hangs = json.loads(await reader.readexactly(size))["model"] == "hangs"
+            calls += hangs
+            whole = not hangs or calls != 2
+            if whole or drips:
+                writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+            while drips and not whole:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+            if whole:
+                writer.write(json.dumps({"choices": answers, "model": "x"}).encode())
+            else:
+                await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("drips", [False, True])
+async def test_a_judge_that_hangs_is_given_up_and_named(stage: Open, drips: bool) -> None:
+    row = {"prompt": "x", "score": {"type": "judge", "rubric": "Good?"}, "oracle": "x"}
+    async with judges_of_which_one_hangs(drips=drips) as url:
+        opened = await stage(
+            model={"name": "oracle"},
+            endpoint={"base_url": None, "first_byte_seconds": 3, "outage_seconds": 0.001},
+            agent={"toolsets": ["none"]},
+            scoring={"judges": [{"name": name, "base_url": url} for name in ("works", "hangs")]},
+        )
+        assert (await opened.attempt(row)).reward == 1.0
+        made = await opened.attempt(row)
+    assert (made.cause, made.reward) == ("outage", None)
+    assert re.search(r"scoring\.judges\.1: .*127.0.0.1.* within 3 s", made.error or "")
+
+
+async def test_the_answer_is_kept_when_time_ends_at_a_judge(stage: Open, tmp_path: Path) -> None:
+    row = {"prompt": "x", "score": {"type": "judge", "rubric": "Good?"}, "oracle": "x"}
+    async with judges_of_which_one_hangs(drips=False) as url:
+        opened = await stage(
+            model={"name": "oracle"},
+            endpoint={"base_url": None},
+            agent={"toolsets": ["none"], "limits": {"wall_seconds": 3}},
+            scoring={"judges": [{"name": name, "base_url": url} for name in ("works", "hangs")]},
+        )
+        opened.context = replace(opened.context, checkpoints=Checkpoints(tmp_path, None))
+        assert (await opened.attempt(row)).cause is None
+        stalled = await opened.attempt(row)
+        assert (stalled.cause, stalled.reward) == ("stalled", None)
+        assert "(limits.wall_seconds): no answer of judge hangs" in (stalled.error or "")
+        graded = await opened.attempt(row)
+    assert (graded.reward, graded.final_response, graded.metrics["resumed_turns"]) == (1.0, "x", 1)
+    assert {call.purpose for call in graded.calls} == {"judge"}
 
 
 async def test_what_a_scorer_lacks_is_the_tasks_fault(stage: Open) -> None:

@@ -120,8 +120,14 @@ class ModelCaller:
     ) -> None:
         self._routes = tuple(routes)
         self._clock = clock or Clock()
-        self._attempts = Attempts(recorder, self._clock, price=price, budget=budget)
         self._recovery = Recovery(policy or RetryPolicy(), self._clock.uniform)
+        self._attempts = Attempts(
+            recorder,
+            self._clock,
+            price=price,
+            budget=budget,
+            answer_s=self._recovery.policy.answer_s,
+        )
 
     async def call(
         self,
@@ -334,6 +340,7 @@ class Attempts:
     Args:
         price: replaces the prices of the routes.
         budget: None is unlimited.
+        answer_s: see `RetryPolicy`.
     """
 
     def __init__(
@@ -343,9 +350,10 @@ class Attempts:
         *,
         price: Price | None = None,
         budget: Budget | None = None,
+        answer_s: float | None = None,
     ) -> None:
         self._recorder, self._clock = recorder, clock
-        self._price, self._budget = price, budget
+        self._price, self._budget, self._answer_s = price, budget, answer_s
         self._graph = TokenGraph()
 
     def bounded(self, request: ModelRequest, route: Route) -> ModelRequest:
@@ -459,7 +467,7 @@ class Attempts:
         weights = sending.account.traffic.weights
         mark = weights.mark()
         try:
-            answer = await sending.account.client.complete(sending.request)
+            answer = await self._complete(sending)
         except asyncio.CancelledError:
             end("cancelled")
             raise
@@ -491,6 +499,18 @@ class Attempts:
         if withheld is not None:
             raise withheld
         return answer
+
+    async def _complete(self, sending: _Sending) -> Completion:
+        """Return the answer. Raises: ModelTimeout at the limit; others of the client."""
+        client = sending.account.client
+        try:
+            async with asyncio.timeout(self._answer_s) as limit:
+                return await client.complete(sending.request)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            text = f"{client.endpoint} sent no complete answer within {self._answer_s:g} s"
+            raise ModelTimeout(text, served=True) from error
 
     def _keep_tokens(self, sending: _Sending, answer: Completion) -> None:
         """Record the token ids of an answer, even if it is withheld."""

@@ -273,6 +273,8 @@ class RetryPolicy:
     """The same while the endpoint has never responded (`Traffic.alive`); None for no difference."""
     silence_s: float | None = None
     """Maximum silence of such an endpoint; None leaves it to the client's timeouts."""
+    answer_s: float | None = None
+    """Maximum seconds until an answer is complete; None for no limit: long answers are valid."""
     refusals: int | None = None
     """After this many identical refusals in a row, no request is sent."""
     max_attempts: int = 6
