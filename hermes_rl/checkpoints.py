@@ -24,6 +24,7 @@ from hermes_rl.agent import AgentResult, Progress
 from hermes_rl.errors import CAUSES, SandboxError
 from hermes_rl.events import AttemptKey, Begun, Ended, Event, MessageAdded, Resumed, whole_rollout
 from hermes_rl.identity import trajectory_id
+from hermes_rl.judging import Verdict, Verdicts
 from hermes_rl.messages import Message
 from hermes_rl.sandboxes import Sandbox
 from hermes_rl.text import SECRETS
@@ -46,6 +47,14 @@ class AgentEnd(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     active_seconds: float
     metrics: dict[str, float]
+    verdicts: dict[str, Verdict] = {}
+    """Those that judges gave (`Verdicts`)."""
+
+    @classmethod
+    def of(cls, result: AgentResult, verdicts: Verdicts) -> AgentEnd:
+        """The end of an agent, and the verdicts on its answer so far."""
+        made = msgspec.convert(result, cls, from_attributes=True)
+        return msgspec.structs.replace(made, verdicts=dict(verdicts))
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +88,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         """How the agent ended; None for a checkpoint after a turn."""
         if self.ended is None:
             return None
-        return AgentResult(messages=self.messages, **msgspec.structs.asdict(self.ended))
+        ended = msgspec.structs.asdict(self.ended)
+        del ended["verdicts"]
+        return AgentResult(messages=self.messages, **ended)
 
     def resumed(self) -> Resumed:
         """The event of an attempt that resumes from here."""
@@ -118,7 +129,7 @@ class Checkpoints:
     async def keep(
         self,
         key: AttemptKey,
-        state: Progress | AgentResult,
+        state: Progress | AgentEnd,
         events: Sequence[Event],
         spent: Mapping[str, int],
         sandbox: Sandbox | None,
@@ -137,9 +148,7 @@ class Checkpoints:
         checkpoint = Checkpoint(
             key=key,
             progress=state if isinstance(state, Progress) else None,
-            ended=None
-            if isinstance(state, Progress)
-            else msgspec.convert(state, AgentEnd, from_attributes=True),
+            ended=state if isinstance(state, AgentEnd) else None,
             events=kept,
             spent=dict(spent),
         )

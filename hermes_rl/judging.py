@@ -183,6 +183,10 @@ class Verdict:
         return RewardPart(name=name, score=score, weight=weight, turn=turn, detail=text)
 
 
+Verdicts = dict[str, Verdict]
+"""The verdicts on one answer: `SCORER-JUDGE`, the indices in `score` and `scoring.judges`."""
+
+
 @dataclass(frozen=True)
 class Judge(ModelHandle):
     """A model that judges."""

@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from hermes_rl.agent import (
     wall_limit,
     with_services,
 )
-from hermes_rl.checkpoints import Checkpoint, Found
+from hermes_rl.checkpoints import AgentEnd, Checkpoint, Found
 from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
     DiskFull,
@@ -54,6 +54,7 @@ from hermes_rl.errors import (
 )
 from hermes_rl.events import AttemptKey, EventLog, Graded
 from hermes_rl.identity import trajectory_id
+from hermes_rl.judging import Verdicts
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import Recorder, WorkItem
@@ -85,6 +86,8 @@ class Stage:
     log: EventLog
     budget: Budget | None = None
     """What the attempt may spend, on all models together."""
+    verdicts: Verdicts = field(default_factory=dict)
+    """Those of judges on its answer, also in earlier attempts."""
 
 
 class Episode:
@@ -130,7 +133,9 @@ class Episode:
         """The reward; may end the agent's session. Raises: VerifierFault and other HermesErrors."""
         stage = self.stage
         answer = Answer(result.final_response or "", self._messages)
-        return await grade_task(stage.context, stage.item, stage.log, sandbox, answer, stage.budget)
+        return await grade_task(
+            stage.context, stage.item, stage.log, sandbox, answer, stage.budget, stage.verdicts
+        )
 
 
 MakeEpisode = Callable[[Stage], Episode]
@@ -438,6 +443,8 @@ class _Attempt:
     def _take_up(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint: its messages, and what the unit had spent."""
         self.log.record(checkpoint.resumed())
+        if checkpoint.ended is not None:
+            self.stage.verdicts.update(checkpoint.ended.verdicts)
         if self.stage.budget is not None:
             self.stage.budget.charge(checkpoint.spent)
 
@@ -448,7 +455,7 @@ class _Attempt:
         if due and await self._checkpoint(sandbox, progress):
             self._kept = progress.turn
 
-    async def _checkpoint(self, sandbox: Sandbox | None, state: Progress | AgentResult) -> bool:
+    async def _checkpoint(self, sandbox: Sandbox | None, state: Progress | AgentEnd) -> bool:
         item, budget, checkpoints = self.item, self.stage.budget, self.context.checkpoints
         key = AttemptKey(unit_id=item.unit_id, epoch=item.epoch, attempt=item.attempt)
         spent = budget.unit_spent() if budget is not None else {}
@@ -464,7 +471,7 @@ class _Attempt:
         workspace = sandbox is not None and self.context.workspaces is not None
         exact = any(isinstance(event, ev.TokensAdded) for event in self.log.events)
         if not (graded_inside or workspace or exact):
-            await self._checkpoint(None, result)
+            await self._checkpoint(None, AgentEnd.of(result, self.stage.verdicts))
 
     def _is_sandboxed(self) -> bool:
         """Raises: TaskFault for a task that needs a sandbox in an environment without."""

@@ -15,15 +15,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from hermes_rl.definitions import sampling_of, sent_seed
-from hermes_rl.errors import SandboxDied, SandboxStartError, TaskFault, VerifierFault
+from hermes_rl.errors import (
+    CAUSES,
+    HermesError,
+    SandboxDied,
+    SandboxStartError,
+    TaskFault,
+    VerifierFault,
+    cause_of,
+)
 from hermes_rl.events import CallStarted, EventLog, Graded, RewardPart
-from hermes_rl.judging import Judge, Verdict
+from hermes_rl.judging import Judge, Verdict, Verdicts
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import WorkItem
 from hermes_rl.sandboxes import GradingResult, GradingSpec, Sandbox
@@ -66,10 +73,12 @@ async def grade_task(
     sandbox: Sandbox | None,
     answer: Answer,
     budget: Budget | None = None,
+    verdicts: Verdicts | None = None,
 ) -> Graded:
     """Compute the reward of a task of a dataset: its verifier and its scorers, by weight.
 
     Args:
+        verdicts: of an earlier attempt, whose judges are not called; takes those of others.
         log: takes the calls of judges.
         sandbox: the rollout's; None if no part of the task needs one.
 
@@ -86,9 +95,10 @@ async def grade_task(
         return graded
     began, parts, metrics = time.monotonic(), list(graded.rewards), dict[str, float]()
     rewards = [] if graded.reward is None else [(graded.reward, 1.0)]
-    scoring = _Scoring(context, item, log, sandbox, answer, budget)
-    for scorer in task.score:
-        score = await scoring.score(scorer, metrics)
+    known = {} if verdicts is None else verdicts
+    scoring = _Scoring(context, item, log, sandbox, answer, budget, known)
+    for number, scorer in enumerate(task.score):
+        score = await scoring.score(scorer, number, metrics)
         metrics.update({f"{scorer.name}_{name}": x for name, x in score.metrics.items()})
         rewards.append((score.value, scorer.weight))
         detail = "\n".join(filter(None, [score.reason, *scorer.compared()]))
@@ -117,15 +127,16 @@ class _Scoring:
     sandbox: Sandbox | None
     answer: Answer
     budget: Budget | None
+    verdicts: Verdicts
 
-    async def score(self, scorer: Scorer, metrics: dict[str, float]) -> Score:
+    async def score(self, scorer: Scorer, number: int, metrics: dict[str, float]) -> Score:
         kind, options, text = scorer.type, scorer.options, self.answer.text
         if kind in READERS:
             return READERS[kind](options, text)
         if kind == "code":
             return await self._code(options)
         if kind == "judge":
-            return await self._judged(scorer, metrics)
+            return await self._judged(scorer, number, metrics)
         row: dict[str, Any] = {}
         if kind == "python":
             functions = self.context.config.scoring.functions
@@ -155,7 +166,7 @@ class _Scoring:
         ended = [] if command.endswith("-> exit 0") else [command.rpartition("-> ")[2]]
         return Score(graded.reward or 0.0, "\n".join([*ended, *filter(None, [printed])]))
 
-    async def _judged(self, scorer: Scorer, metrics: dict[str, float]) -> Score:
+    async def _judged(self, scorer: Scorer, number: int, metrics: dict[str, float]) -> Score:
         """The verdict of most judges; of as many for several, the one that scores lowest."""
         options, judges = scorer.options, self._judges()
         scores = options.get("scores", {"yes": 1.0, "no": 0.0})
@@ -163,14 +174,20 @@ class _Scoring:
         if "target" in options:
             data["reference answer"] = options["target"]
         data["answer to judge"] = self.answer.text
-        query = partial(Judge.verdict, choices=tuple(scores))
-        rubric = options["rubric"]
-        try:
-            async with asyncio.TaskGroup() as group:
-                asking = [group.create_task(query(judge, rubric, data)) for judge in judges]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors  # callers distinguish these
-        verdicts = [done.result() for done in asking]
+
+        async def decide(judge: Judge, key: str) -> Verdict:
+            if key not in self.verdicts:
+                self.verdicts[key] = await judge.verdict(
+                    options["rubric"], data, choices=tuple(scores)
+                )
+            return self.verdicts[key]
+
+        deciding = (decide(judge, f"{number}-{index}") for index, judge in enumerate(judges))
+        # One that fails does not cancel the others, whose verdicts are kept.
+        ended = await asyncio.gather(*deciding, return_exceptions=True)
+        if failed := [one for one in ended if isinstance(one, BaseException)]:
+            raise min(failed, key=_can_continue)
+        verdicts = [one for one in ended if isinstance(one, Verdict)]
         counts = Counter(verdict.choice for verdict in verdicts)
         most = max(counts.values())
         metrics[f"{scorer.name}_agreement"] = most / len(verdicts)
@@ -189,6 +206,11 @@ class _Scoring:
         if not made:
             raise TaskFault("a scorer of type 'judge' needs judges: name them with --judge MODEL")
         return made
+
+
+def _can_continue(error: BaseException) -> bool:
+    """Whether the run can continue after the failure of a judge."""
+    return isinstance(error, HermesError) and not CAUSES[cause_of(error)].breaker
 
 
 def _verdict_line(verdict: Verdict) -> str:

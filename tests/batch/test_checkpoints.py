@@ -238,7 +238,8 @@ def test_checkpoints_are_refused_for_environments(tmp_path: Path) -> None:
 async def test_an_answer_outlives_its_judge(
     failing: FakeConfig, code: int, verified: bool, tmp_path: Path
 ) -> None:
-    """Once the judge answers, the policy is not called again, unless its sandbox is graded, too."""
+    """Once the judge answers, neither the policy nor the other judge is called again, unless the
+    sandbox is graded, too; also if the judge fails again in between."""
     task = kit.make_task(1) | {"score": {"type": "judge", "rubric": "Is it written?"}}
     if not verified:
         del task["verify"]
@@ -248,18 +249,21 @@ async def test_an_answer_outlives_its_judge(
         return json.dumps({"reason": "It is.", key: "yes"})
 
     async with (
-        FakeServer(FakeConfig(plays={"critic": judge})) as server,
+        FakeServer(FakeConfig(plays={"critic": judge, "other": judge})) as server,
         FakeServer(failing) as broken,
     ):
-        for url, ended in ((broken.base_url, code), (server.base_url, 0)):
-            where = f"scoring.judges=[{{name: critic, base_url: '{url}'}}]"
+        runs = [(broken.base_url, code)] * (1 if verified else 2)
+        for url, ended in (*runs, (server.base_url, 0)):
+            where = f"scoring.judges=[other, {{name: critic, base_url: '{url}'}}]"
             more = ("--workers", "0", "--retry-failed", "--set", where)
             await kit.finish_run(*kit.run_arguments(tmp_path, [task], server, *more), code=ended)
         kit.check_usage(tmp_path / "run", [*server.entries, *broken.entries])
     served = Counter(entry.model for entry in server.entries)
-    assert served == {"fake": 6 if verified else 3, "critic": 1}
+    paid = 2 if verified else 1
+    assert served == {"fake": 3 * paid, "other": paid, "critic": 1}
     (row,) = kit.final_rows(tmp_path / "run").values()
     assert resumed_turns(row) == (0 if verified else 3)
     assert (row["reward"], row["turns"], len(row["messages"])) == (1.0, 3, 7)
-    assert len(row["calls"]) == (4 if verified else 1)
+    assert len(row["calls"]) == (5 if verified else 1)
+    assert {m["name"]: m["value"] for m in row["metrics"]}["judge_agreement"] == 1.0
     assert not (tmp_path / "run" / "checkpoints").exists()
