@@ -1,8 +1,8 @@
-"""Kill -9 of a run at every crash point of the commit protocol, and of Ray drivers and workers at
-the server's k-th request; then the same command again, on the dataset in another order.
+"""Kill -9 of a run at every step of the commit protocol, and of Ray drivers and workers at the
+server's k-th request; then the same command again, on the dataset in another order.
 
-tests/store kills a scripted driver at each crash point twice, also during recovery. Here it is the
-real runner with sandboxes, and the server records what it served.
+tests/store kills a scripted driver at each crash point of a step twice, also during recovery. Here
+it is the real runner with sandboxes, and the server records what it served.
 """
 
 import asyncio
@@ -62,7 +62,11 @@ def check_result(out: Path, server: FakeServer, receipts: dict[str, int], expect
     assert list((out / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("point", CRASH_POINTS)
+STEPS = {point[: point.index("-") + 2]: point for point in CRASH_POINTS}
+"""Step of the protocol -> its last crash point."""
+
+
+@pytest.mark.parametrize("point", STEPS.values(), ids=STEPS)
 async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Path) -> None:
     arguments = kit.run_arguments(out.parent, FEW, server, *IN_PROCESS)
     crashes = [f"{point}:{2 if point.startswith('attempt') else 1}"]
@@ -81,13 +85,12 @@ async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Pa
     await kit.check_no_processes([], out)
 
 
-@pytest.mark.parametrize("point", ["compact-2-staged", "compact-3-recorded", "compact-4-exchanged"])
-async def test_killed_while_merging(point: str, server: FakeServer, out: Path) -> None:
+async def test_killed_while_merging(server: FakeServer, out: Path) -> None:
     """Small files are merged while workers run."""
     rows = [kit.make_task(n, latency_s=0.02) for n in range(90)]
     more = ("--workers", "0", "--concurrency", "2", "--set", "run.publish_every_s=0.01")
     arguments = kit.run_arguments(out.parent, rows, server, *more)
-    run = await kit.finish_run(*arguments, env={CRASH_VARIABLE: point}, code=KILLED)
+    run = await kit.finish_run(*arguments, env={CRASH_VARIABLE: "compact-3-recorded"}, code=KILLED)
     receipts = run.receipts()
     assert len(receipts) < 90
     resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
@@ -99,23 +102,15 @@ async def test_killed_while_merging(point: str, server: FakeServer, out: Path) -
     assert list((out / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize(("victims", "at_request"), [("driver", 17), ("driver and workers", 51)])
-async def test_driver_killed(
-    victims: str,
-    at_request: int,
-    out: Path,
-    server: FakeServer,
-    cluster: dict[str, str],
-    many_rows: Rows,
-) -> None:
-    arguments = kit.run_arguments(out.parent, MANY, server, *RAY)
-    run = await kit.start_run(*arguments, env=cluster)
-    workers = await kit.wait_for_workers(out, 2, run)
-    await kit.wait_for_requests(server, at_request, run)
-    for pid in (run.pid, *(workers if "workers" in victims else ())):
-        kit.kill(pid)
+async def test_driver_killed(out: Path, server: FakeServer, many_rows: Rows) -> None:
+    """With a Ray of its own, whose agents would otherwise stay for a minute."""
+    run = await kit.start_run(*kit.run_arguments(out.parent, MANY, server, *RAY))
+    await kit.wait_for_workers(out, 2, run)
+    await kit.wait_for_requests(server, 17, run)
+    assert len(kit.leftover_processes([run.mark], out)) > 3
+    kit.kill(run.pid)
     await run.wait()
-    await kit.check_processes_ended(workers)
+    await kit.check_no_processes([run.mark], out)
 
     arguments = kit.run_arguments(out.parent, reversed(MANY), server, "--workers", "0")
     await kit.finish_run(*arguments)
@@ -126,19 +121,15 @@ async def test_driver_killed(
     assert len({row["unit_id"] for row in lost}) == len(lost) <= 6
 
 
-@pytest.mark.parametrize("point", ["publish-7-renamed:2", "publish-9-done:2"])
 async def test_driver_killed_while_it_commits_for_ray_workers(
-    point: str,
-    out: Path,
-    server: FakeServer,
-    cluster: dict[str, str],
-    many_rows: Rows,
+    out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
     """The workers wait for an answer, and end with their lease or with Ray. What the driver leaves
     at the other points is the same without Ray: `test_killed_at`."""
     arguments = kit.run_arguments(out.parent, MANY, server, *RAY)
-    crash = {CRASH_VARIABLE: point}
+    crash = {CRASH_VARIABLE: "publish-7-renamed:2"}
     run = await kit.finish_run(*arguments, env={**cluster, **crash}, code=KILLED)
+    await kit.check_processes_ended(kit.worker_pids(out), kit.WAIT_S)
     arguments = kit.run_arguments(out.parent, reversed(MANY), server, "--workers", "0")
     await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
     check_result(out, server, run.receipts(), many_rows)
@@ -152,22 +143,13 @@ async def test_worker_killed(
     kit.kill(kit.worker_pids(out)[0])
     assert await run.wait() == 0, run.errors
     check_result(out, server, run.receipts(), many_rows)
+    await kit.check_no_processes([run.mark], out)
     lost = kit.read_table(out, "failures")
     assert {row["cause"] for row in lost} == {"worker_lost"}
     assert 1 <= len(lost) <= 3, "only the rollouts of the killed worker are lost"
     notes = [e["text"] for e in run.events if e["event"] == "note"]
     # Ray prints to the same stream and may break the line of the note's event.
     assert any("was lost" in text for text in [*notes, run.errors]), (notes, run.errors[-3000:])
-
-
-async def test_a_killed_driver_leaves_no_process(out: Path, server: FakeServer) -> None:
-    """With a Ray of its own, whose agents would otherwise stay for a minute."""
-    run = await kit.start_run(*kit.run_arguments(out.parent, MANY, server, *RAY))
-    await kit.wait_for_requests(server, 10, run)
-    assert len(kit.leftover_processes([run.mark], out)) > 3
-    kit.kill(run.pid)
-    await run.wait()
-    await kit.check_no_processes([run.mark], out)
 
 
 async def test_workers_of_a_suspended_driver_end_after_the_lease(

@@ -94,7 +94,13 @@ async def test_a_named_variable_reaches_the_host_and_no_record(
 
 
 @pytest.mark.slow
-async def test_units_on_workers_of_ray(tmp_path: Path, server: FakeServer) -> None:
+async def test_units_on_workers_of_ray(
+    tmp_path: Path,
+    server: FakeServer,
+    cluster: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster["RAY_ADDRESS"])
     run = {"out": str(tmp_path / "run"), "workers": 1}
     report = await arun_batch(config(tmp_path, server, bad(), run=run), progress=Silent())
     assert report.done == 2

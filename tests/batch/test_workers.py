@@ -1,4 +1,4 @@
-"""Ray workers: the same rows for any number, shared cooldowns, isolated losses."""
+"""Ray workers: shared cooldowns, isolated losses, their runtime environment."""
 
 import json
 from pathlib import Path
@@ -9,28 +9,6 @@ import pytest
 from hermes_rl.testing import FakeConfig, FakeServer
 
 pytestmark = pytest.mark.slow
-
-ROWS = kit.make_rows(20)
-
-
-async def test_one_and_two_workers_give_the_same_rows(
-    tmp_path: Path, server: FakeServer, cluster: dict[str, str]
-) -> None:
-    contents = []
-    for workers in ("1", "2"):
-        folder = tmp_path / workers
-        folder.mkdir()
-        out = folder / "run"
-        more = ("--workers", workers, "--concurrency", "16")
-        run = await kit.finish_run(*kit.run_arguments(folder, ROWS, server, *more), env=cluster)
-        assert run.report()["done"] == kit.count_units(20)
-        contents.append(kit.comparable_rows(out))
-        assert len(list((out / "trajectories").glob("*.parquet"))) == int(workers)
-        await kit.check_no_processes([run.mark], out)
-    assert contents[0] == contents[1]
-    both = [row for n in "12" for row in kit.read_table(tmp_path / n / "run", "trajectories")]
-    recorded = {call["call_id"] for row in both for call in row["calls"]}
-    assert recorded == {entry.call_id for entry in server.entries}
 
 
 async def test_a_unit_that_kills_its_worker_is_isolated_and_given_up(

@@ -250,7 +250,7 @@ class Clients:
 
 @pytest.mark.slow
 def test_kills_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
-    kills, each = 10, 100  # 20 and 150 as well
+    kills, each = 5, 50  # 20 and 150 as well
     with Api(tmp_path, "--max-batches", "1000") as api:
         clients = Clients(api, ready(api))
         threads = [

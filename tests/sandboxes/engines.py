@@ -28,6 +28,8 @@ OF_THE_BACKEND: tuple[Check, ...] = (
     *(conformance.grades_what_was_left, conformance.reports_and_times_out),
     *(conformance.grades_after_a_kill, conformance.keeps_whatever_was_left),
     *(conformance.nothing_runs_during_grading, conformance.starts_from_a_snapshot),
+    *(conformance.ends_what_takes_too_long, conformance.cancelled_commands_end),
+    conformance.runs_background_processes,
 )
 """Checks in which a backend itself starts, ends, copies, grades or forks. In the others a shell
 works, through a channel that another backend has too, which passes the whole suite."""

@@ -14,12 +14,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import apptainer_checks
-from engines import root_file_system
+from engines import OF_THE_BACKEND, root_file_system
 
 from hermes_rl.cli import main
 from hermes_rl.errors import SandboxStartError
 from hermes_rl.sandboxes import (
-    CHECKS,
     Apptainer,
     Check,
     ImageStore,
@@ -54,10 +53,11 @@ def engine(code: Path) -> Iterator[Engine]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", OF_THE_BACKEND, ids=lambda check: check.__name__)
 def test_the_shipped_suite(
     as_ordinary_user: Callable[..., None], engine: Engine, check: Check
 ) -> None:
+    """Its shell and channel are those of bubblewrap."""
     as_ordinary_user(Path(conformance.__file__), check.__name__, engine)
 
 
@@ -104,7 +104,7 @@ def test_each_container_is_closed_to_the_host(engine: Engine) -> None:
         sources = [bind.split(":")[0] for flag, bind in pairwise(line) if flag == "--bind"]
         assert sources
         assert all("/hermes-user-" in path or path.startswith("/dev/shm/") for path in sources)
-    assert len(lines) > 2 * len(CHECKS)
+    assert len(lines) > 2 * len(OF_THE_BACKEND)
 
 
 async def test_root_starts_none(state: Path, engine: Engine) -> None:

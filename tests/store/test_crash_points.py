@@ -42,14 +42,13 @@ def test_killed_at(play: Play, run_path: Path, point: str, passing: int) -> None
     checks.check_finished_run(path, plan)
 
 
-BEFORE = [
-    "attempt-2-live:30",
-    pytest.param("publish-7-renamed:4", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("point", [*RECOVERY, *(p for p in CRASH_POINTS if "publish-" in p)])
+@pytest.mark.parametrize(
+    ("before", "point"),
+    [
+        *(("attempt-2-live:30", p) for p in CRASH_POINTS if p.startswith(("publish", "recover"))),
+        *(("publish-7-renamed:4", p) for p in RECOVERY),
+    ],
+)
 def test_recovery_killed_at(play: Play, run_path: Path, point: str, before: str) -> None:
     plan = Plan(str(run_path))
     path = run_path
