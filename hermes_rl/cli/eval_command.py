@@ -112,13 +112,29 @@ def _prepare(values: dict[str, Any]) -> _Evaluation:
         raise UserError("no model. Name one or more: hermes-rl eval humaneval --model local")
     if values["max_usd"] is not None and data.get("run", {}).get("budget_usd") is not None:
         raise UserError("--budget-usd is for each model, --max-usd for all together. Use one")
+    _check_names(models)
     evaluation = _evaluation(values, data)
-    for model in dict.fromkeys(models):
+    for model in models:
         name = evaluation.prefix.rstrip(".") or model
         set_key(data, "model.name", model)
         set_key(data, "run.out", str(evaluation.root / file_name(name)))
         evaluation.configs[name] = parse_config(data, "eval", written)
     return evaluation
+
+
+def _check_names(models: Iterable[str]) -> None:
+    """Raises: UserError for models whose runs would share a directory."""
+    from hermes_rl.evals import file_name
+
+    names: dict[str, str] = {}
+    for model in models:
+        if (other := names.get(file_name(model))) is not None:
+            raise UserError(
+                f"--model {other} and --model {model} would share the run directory "
+                f"{file_name(model)!r}. Evaluate one of them with another --out DIR "
+                "(--repeats N runs each task N times)"
+            )
+        names[file_name(model)] = model
 
 
 def _evaluation(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
@@ -456,6 +472,23 @@ def _is_narrow(evaluation: _Evaluation, size: int, width: float | None) -> bool:
     return all((one.high - one.low) / 2 * 100 <= width for one in intervals)
 
 
+def _ungraded_lines(evaluation: _Evaluation, summaries: Iterable[Summary]) -> Iterator[str]:
+    """Why units have no reward, and what to do."""
+    for (model, config), found in zip(evaluation.configs.items(), summaries, strict=True):
+        if not found.never_graded:
+            continue
+        units = "unit" if found.never_graded == 1 else "units"
+        text = f"{model}: {found.never_graded:,} {units} without a reward"
+        if found.failures.empty:
+            yield f"{text}: give the tasks a 'score' or 'verify' (docs/scoring.md)"
+        else:
+            last = " ".join(str(found.failures["error"].iloc[-1]).split())[:300]
+            yield (
+                f"{text} (the last failure: {last}); hermes-rl show {config.run.out} --failed "
+                "lists them, --retry-failed tries them again"
+            )
+
+
 def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
     from hermes_rl.rl import SUMMARY_METRICS
 
@@ -497,6 +530,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
         print(json.dumps(result))
         return
     lines = [str(found) for found in summaries]
+    lines += _ungraded_lines(evaluation, summaries)
     lines += [found.shares for found in summaries if found.tasks]
     if any(found.units > found.tasks for found in summaries):
         lines += [

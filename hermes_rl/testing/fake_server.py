@@ -420,8 +420,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Serve until a signal, or the end of stdin."""
-    arguments = _parser().parse_args()
-    config = FakeConfig(
+    parser = _parser()
+    arguments = parser.parse_args()
+    try:
+        config = _config(arguments)
+    except (msgspec.DecodeError, ValueError) as error:
+        parser.error(str(error))
+
+    def notify(n: int) -> None:
+        if n == arguments.hold_at:
+            print_json({"request": n})
+
+    try:
+        asyncio.run(serve(FakeServer(config, notify), until_eof=arguments.until_eof))
+    except OSError as error:
+        parser.error(str(error))
+
+
+def _config(arguments: argparse.Namespace) -> FakeConfig:
+    """Raises: ValueError and DecodeError for a value that cannot be read."""
+    return FakeConfig(
         script=arguments.script,
         faults=plan_from_json(arguments.faults),
         key=arguments.key,
@@ -435,12 +453,6 @@ def main() -> None:
         rate=msgspec.json.decode(arguments.rate.encode(), type=RateLimits | None),
         conditions=msgspec.json.decode(arguments.conditions.encode(), type=Conditions),
     )
-
-    def notify(n: int) -> None:
-        if n == arguments.hold_at:
-            print_json({"request": n})
-
-    asyncio.run(serve(FakeServer(config, notify), until_eof=arguments.until_eof))
 
 
 if __name__ == "__main__":

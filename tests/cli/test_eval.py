@@ -59,6 +59,21 @@ def test_gsm8k_with_two_models(tmp_path: Path, base_url: str) -> None:
     assert row["sandbox"] is None
 
 
+def test_mistakes_are_named(tmp_path: Path, base_url: str) -> None:
+    """Units without a reward, with the reason; models whose runs would share a directory."""
+    judged = {"prompt": "Greet me.", "score": {"type": "judge", "rubric": "Is it polite?"}}
+    write_rows(tmp_path / "my.jsonl", judged, {"prompt": "Greet me.", "score": {"type": "exac"}})
+    command = ("eval", "my.jsonl", "--base-url", base_url, "--workers", "0", "--toolsets", "none")
+    done = run_cli(*command, "--model", "a", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "a: 2 units without a reward (the last failure: TaskFault: " in done.out
+    assert "hermes-rl show runs/eval-my/a --failed lists them" in done.out
+    for names in (("x/y", "x-y"), ("b", "b")):
+        two = run_cli(*command, *(f"--model={name}" for name in names), cwd=tmp_path)
+        assert two.code == 2
+        assert f"--model {names[0]} and --model {names[1]} would share the run dir" in two.err
+
+
 def test_max_usd_is_a_cap_for_all_models_and_starts(tmp_path: Path, base_url: str) -> None:
     write_rows(tmp_path / "gsm8k.jsonl", *GSM8K)
     price = '{"input": 10, "output": 50, "cache_read": 10}'
