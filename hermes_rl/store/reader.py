@@ -200,7 +200,7 @@ class Run:
         for batch in self.batches(table, schema_of(table).names, 64):
             for row in batch.filter(pc.equal(batch["trajectory_id"], trajectory_id)).to_pylist():
                 return TrajectoryRow(decode_row(row))
-        raise StoreError(f"{self.path}: {trajectory_id} is gone. See hermes-rl check")
+        raise StoreError(f"{self.path}: {trajectory_id} is gone. See hermes-rl check {self.path}")
 
     @cached_property
     def trajectories(self) -> pd.DataFrame:
@@ -361,8 +361,10 @@ class Run:
                 raise self._unreadable(parts[stem].name, error) from error
 
     def _unreadable(self, what: str, error: Exception) -> StoreError:
-        why = str(error).partition("\n")[0]
-        return StoreError(f"{self.path}: {what} cannot be read: {why}. See hermes-rl check")
+        why = str(error).partition("\n")[0].rstrip(".")
+        return StoreError(
+            f"{self.path}: {what} cannot be read: {why}. See hermes-rl check {self.path}"
+        )
 
     def unpublished(self, tables: Sequence[str]) -> dict[str, dict[str, pa.Table]]:
         """Rows that are finished but not published yet: table -> stem -> rows.

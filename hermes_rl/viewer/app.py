@@ -103,7 +103,7 @@ def _answer(folder: RunFolder, path: str, query: Mapping[str, str]) -> tuple[byt
         status = 400 if isinstance(error, UserError) else 404
         return encode_answer({"error": str(error)}), "application/json", status
     except Exception as error:  # a damaged run can raise anything
-        text = f"this cannot be read: {type(error).__name__}: {error}. See hermes-rl check"
+        text = f"this cannot be read: {type(error).__name__}: {error}. See hermes-rl check RUN"
         return encode_answer({"error": text}), "application/json", 500
 
 

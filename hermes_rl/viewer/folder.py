@@ -113,7 +113,8 @@ class RunFolder:
             return
         for folder, _, names in os.walk(path):
             for file in (Path(folder, name) for name in names):
-                if file.exists() and not file.is_file():
+                # A run that is running has a socket, which cannot be opened as a file.
+                if file.is_fifo() or file.is_char_device() or file.is_block_device():
                     raise StoreError(f"{file} is not a regular file")
         self._checked.add(path)
 

@@ -275,8 +275,9 @@ def _read_part(run_dir: RunDir, part: Path) -> _Source:
         columns["total_s"] = pc.struct_field(table["timing"], "total_s")
         columns["tool_errors"] = _sums(table["tool_stats"], "errors")
     except (OSError, pa.ArrowException, KeyError) as error:
-        why = str(error).partition("\n")[0]
-        raise StoreError(f"{part} cannot be read: {why}. See hermes-rl check") from error
+        why = str(error).partition("\n")[0].rstrip(".")
+        fix = f"See hermes-rl check {run_dir.path}"
+        raise StoreError(f"{part} cannot be read: {why}. {fix}") from error
     return _Source(part, stem_of(part), _finished(pa.table(columns), range(len(table))), groups)
 
 

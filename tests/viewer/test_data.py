@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,7 @@ def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path:
     def copied(name: str) -> Path:
         return Path(shutil.copytree(runs / "small-model", tmp_path / name))
 
-    copied("good")
+    os.mknod(copied("good") / "tmp/ctl.sock", stat.S_IFSOCK | 0o600)  # as while it runs
     (tmp_path / "link").symlink_to("link")
     for name in ("manifest.json", "stats.json", "LOCK"):
         folder = copied(f"pipe-{name}")
