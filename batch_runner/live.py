@@ -25,7 +25,7 @@ from batch_runner.plan import Plan, RunSource, Unit
 from batch_runner.progress import Sink
 from batch_runner.report import Stop
 from batch_runner.settings import Settings
-from hermes_rl.errors import HermesError, cause_of
+from hermes_rl.errors import HermesError, UserError, cause_of
 from hermes_rl.identity import group_id, trajectory_id, unit_id
 from hermes_rl.models.rate import Coordinator, Orders, Share
 from hermes_rl.models.tokens import TokenPlan
@@ -590,7 +590,8 @@ class LiveGroups:
             oldest = found.versions[0] if found.versions else None
             what = staleness.decide("deliver", policy.version, oldest)
             if what == "reject":
-                await self.reject(found.group_id, staleness.why(policy.version, oldest))
+                why = staleness.why(policy.version, oldest)
+                await self.decide(found.group_id, "rejected", reason=why)
                 continue
             self._counts["delivered"] += 1
             if what != "mask" or policy.version is None:
@@ -647,15 +648,14 @@ class LiveGroups:
             self._error = work.exception()
         self._changed.set()
 
-    async def acknowledge(self, name: str, step: int | None) -> None:
-        """See `hermes_rl.rl.LiveRun`."""
-        if (delivery := self._undecided.get(name)) is not None:
-            await self._store(delivery, "acknowledged", None, step)
-
-    async def reject(self, name: str, reason: str) -> None:
-        """See `hermes_rl.rl.LiveRun`."""
-        if (delivery := self._undecided.get(name)) is not None:
-            await self._store(delivery, "rejected", reason)
+    async def decide(
+        self, group_id: str, event: str, *, reason: str | None = None, step: int | None = None
+    ) -> None:
+        """See `hermes_rl.rl.LiveRun`. Raises: UserError after the end of the stream."""
+        if self._left.is_set():
+            raise UserError("the stream is closed; the next start delivers this group again")
+        if (delivery := self._undecided.get(group_id)) is not None:
+            await self._store(delivery, event, reason, step)
 
     def counts(self) -> dict[str, int]:
         """See `hermes_rl.rl.LiveRun`."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from hermes_rl.errors import UserError
 
@@ -135,6 +136,34 @@ def refusal(
             return UserError(f"{typed}: {text if named else text.removeprefix(f'{key!r} ')}")
     line = line_of(key) if line_of is not None else None
     return UserError(f"{place}{f':{line}' if line else ''}: {text}")
+
+
+def check_fields(made: Any, place: str) -> None:
+    """Check the values of a dataclass by the types of its fields; `"3"` becomes the number. For its
+    `__post_init__`.
+
+    Raises: UserError that names the field.
+    """
+    from pydantic import ValidationError
+
+    kind: Any = type(made)
+    model, values = _model_of(kind), vars(made)
+    try:
+        checked = model(**values)
+    except ValidationError as error:
+        raise refusal(error.errors(), model, place) from None
+    for name in values:
+        object.__setattr__(made, name, getattr(checked, name))  # it may be frozen
+
+
+@functools.cache
+def _model_of(kind: type) -> type[BaseModel]:
+    from pydantic import ConfigDict, create_model
+
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in get_type_hints(kind).items()}
+    return create_model(
+        kind.__name__, __config__=ConfigDict(arbitrary_types_allowed=True), **fields
+    )
 
 
 def _known_instead(path: Sequence[str | int], model: type[BaseModel]) -> str:

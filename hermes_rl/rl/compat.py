@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, get_args
 
 import aiohttp
 import yaml
@@ -104,7 +104,9 @@ class BaseEnvConfig(BaseModel):
     eval_limit_ratio: float = Field(default=0.5, description="share of items during LIMIT_TRAIN")
     inference_weight: float = Field(default=1.0, description="share among environments")
     batch_size: int = Field(default=-1, description="of the trainer")
-    max_batches_offpolicy: int = Field(default=3, description="batches that may wait at the API")
+    max_batches_offpolicy: int = Field(
+        default=3, description="batches that may wait at the API; 0 for any number"
+    )
     tokenizer_name: str = Field(
         default="", description="of self.tokenizer, which needs transformers"
     )
@@ -341,8 +343,18 @@ class BaseEnv(ABC):
             interval = self.checkpoint_interval
             self.save_checkpoint(self.curr_step // interval * interval)
         if crossed(self.config.steps_per_eval) and (self._eval is None or self._eval.done()):
-            self._eval = asyncio.create_task(self.evaluate())
+            self._eval = asyncio.create_task(self._evaluate_beside())
         await self.wandb_log({})
+
+    async def _evaluate_beside(self) -> None:
+        """Evaluate while rollouts run. A failure is logged; the next evaluation is tried."""
+        step = self.curr_step
+        try:
+            await self.evaluate()
+        except Exception as error:  # whatever the environment's code raises
+            plain = isinstance(error, HermesError) or hasattr(error, "request")
+            why = None if plain else error
+            _log.warning("evaluation at step %d failed: %s", step, _line(error), exc_info=why)
 
     _eval: asyncio.Task[Any] | None = None
 
@@ -517,7 +529,7 @@ class BaseEnv(ABC):
         flags = _read_flags(argv[1:])
         listed = servers if isinstance(servers, list) else [servers]
         if (path := flags.pop("config", None)) is not None:
-            content, _ = read_mapping(Path(str(path)), BaseEnvConfig)
+            content, _ = read_mapping(Path(path), BaseEnvConfig)
             if isinstance(several := content.get("openai"), list):
                 listed = [_make(APIServerConfig(), "openai", _section(one)) for one in several]
                 del content["openai"]
@@ -525,13 +537,14 @@ class BaseEnv(ABC):
                 section = _section(content.get(place))
                 values |= {f"{place}.{name}": value for name, value in section.items()}
         settings: dict[str, dict[str, Any]] = {"env": {}, "openai": {}}
+        types: dict[str, type[BaseModel]] = {"env": type(config), "openai": APIServerConfig}
         for flag, value in {**values, **flags}.items():
             place, _, name = flag.partition(".")
             if place in ("slurm", "testing"):
                 continue
             if place not in settings:
                 raise UserError(f"no option --{flag}. {_HELP}")
-            settings[place][name] = value
+            settings[place][name] = _typed(types[place], name, value) if flag in flags else value
         made = [
             _make(APIServerConfig(**one.model_dump()), "openai", settings["openai"])
             for one in listed
@@ -543,21 +556,31 @@ _HELP = "--help lists the options"
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _read_flags(arguments: list[str]) -> dict[str, Any]:
+def _read_flags(arguments: list[str]) -> dict[str, str]:
     """`--a.b V` and `--a.b=V`, without their dashes; one without a value is true. Raises:
     UserError."""
-    flags: dict[str, Any] = {}
+    flags: dict[str, str] = {}
     while arguments:
         flag, equal, value = arguments.pop(0).partition("=")
         if not flag.startswith("--"):
             raise UserError(f"no option {flag}. {_HELP}")
         if not equal:
             value = arguments.pop(0) if arguments and not arguments[0].startswith("--") else "true"
-        try:
-            flags[flag[2:]] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            flags[flag[2:]] = value
+        flags[flag[2:]] = value
     return flags
+
+
+def _typed(cls: type[BaseModel], name: str, text: str) -> Any:
+    """The value of an option's text: YAML, but text stays text where the field is
+    declared as text."""
+    field = cls.model_fields.get(name)
+    kinds = {field.annotation, *get_args(field.annotation)} if field is not None else set()
+    if str in kinds and not (type(None) in kinds and text == "null"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _section(content: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+from hermes_rl.errors import UserError
 from hermes_rl.record import Segment
 from hermes_rl.rl.live import GroupData, LiveMember, Policy, RolloutStream, SyncGroup, SyncRollouts
 
@@ -143,8 +144,13 @@ class RowFeed:
         self.stop()
 
     def start(self) -> None:
-        """Open the stream. Raises: as the stream."""
-        groups = self._stack.enter_context(self._stream.sync())
+        """Open the stream. Raises: as the stream; UserError if its model gives no token ids."""
+        if self._thread is not None:
+            raise UserError("the feed is open already. Use `with RowFeed(...)`, or call start once")
+        with ExitStack() as opening:
+            groups = opening.enter_context(self._stream.sync())
+            self._stream.require_ids()
+            self._stack = opening.pop_all()
         self._versions = [(0.0, self._policy.version)]
         self._policy.listeners.append(self._note_version)
         self._last_group = time.monotonic()
@@ -170,6 +176,8 @@ class RowFeed:
 
     def take(self, count: int) -> list[Any]:
         """Return the next rows; waits for them. Raises: what ended the stream before that."""
+        if self._thread is None:
+            raise UserError("the feed is not open. Use `with RowFeed(...) as feed`")
         rows: list[Any] = []
         while len(rows) < count:
             try:

@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import operator
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, Self
 
 from hermes_rl.aio import LoopThread
 from hermes_rl.config import RunConfig, parse_config
 from hermes_rl.errors import HermesError, UserError
+from hermes_rl.input_errors import check_fields
 from hermes_rl.models.rate import Announced
 from hermes_rl.models.tokens import TokenPlan
 from hermes_rl.record import Segment
@@ -43,6 +45,17 @@ _log = logging.getLogger(__name__)
 
 class RolloutsStopped(HermesError):
     """No rollouts can be made at present: a refused key, an exhausted budget, a full disk."""
+
+
+def _whole(value: Any, what: str) -> int | None:
+    """A whole number from 0, also one of NumPy or a tensor; None stays. Raises: UserError."""
+    try:
+        number = None if value is None else operator.index(value)
+    except TypeError:
+        number = -1
+    if number is not None and number < 0:
+        raise UserError(f"{what} must be a whole number from 0 on, not {value!r}")
+    return number
 
 
 class Policy:
@@ -66,7 +79,7 @@ class Policy:
         tokenizer: str | Path | None = None,
         version: int | None = None,
     ) -> None:
-        self.model, self.version = model, version
+        self.model, self.version = model, _whole(version, "version")
         self.endpoint: dict[str, Any] = {"base_url": base_url, "api_key_env": api_key_env}
         self.endpoint |= {"tokens": tokens, "tokenizer": tokenizer and str(tokenizer)}
         self.endpoint = {name: value for name, value in self.endpoint.items() if value is not None}
@@ -75,7 +88,7 @@ class Policy:
         """Called after each change, on the thread of the change."""
         self.behind: list[Callable[[], list[str]]] = []
         """Each returns the workers of a run that do not obey yet."""
-        self.announced = Announced(version=None if version is None else str(version))
+        self.announced = Announced(version=None if version is None else str(self.version))
         """What the workers know of the weights."""
 
     async def set_version(self, version: int, *, in_pause: bool = True) -> None:
@@ -89,8 +102,8 @@ class Policy:
         Args:
             in_pause: False if a pause is not the trainer's: the weights came at another time.
         """
-        self.version = version
-        self.announced = Announced(version=str(version), complete=self.paused and in_pause)
+        self.version = _whole(version, "version")
+        self.announced = Announced(version=str(self.version), complete=self.paused and in_pause)
         self._notify()
         if self.paused:
             await self._obeyed("set_version")
@@ -186,13 +199,13 @@ class LiveGroup(GroupData):
             step: of the trainer; a later start with `resume_step` below it delivers the group
                 again.
 
-        Raises: DiskFull.
+        Raises: DiskFull; UserError for a wrong step, and after the end of the stream.
         """
-        await self.handle.acknowledge(self.group_id, step)
+        await self.handle.decide(self.group_id, "acknowledged", step=_whole(step, "step"))
 
     async def reject(self, reason: str) -> None:
         """Record that the trainer does not use the group, and why. Durable on return."""
-        await self.handle.reject(self.group_id, reason)
+        await self.handle.decide(self.group_id, "rejected", reason=str(reason))
 
 
 class SyncGroup(GroupData):
@@ -202,11 +215,12 @@ class SyncGroup(GroupData):
 
     def ack(self, step: int | None = None) -> None:
         """See `LiveGroup.ack`."""
-        self.home.run(self.handle.acknowledge(self.group_id, step))
+        whole = _whole(step, "step")
+        self.home.run(self.handle.decide(self.group_id, "acknowledged", step=whole))
 
     def reject(self, reason: str) -> None:
         """See `LiveGroup.reject`."""
-        self.home.run(self.handle.reject(self.group_id, reason))
+        self.home.run(self.handle.decide(self.group_id, "rejected", reason=str(reason)))
 
 
 class LiveRun(Protocol):
@@ -222,11 +236,10 @@ class LiveRun(Protocol):
     async def next(self) -> LiveGroup | None:
         """Return the next group; None after the last one. Raises: RolloutsStopped and others."""
 
-    async def acknowledge(self, group_id: str, step: int | None) -> None:
-        """See `LiveGroup.ack`."""
-
-    async def reject(self, group_id: str, reason: str) -> None:
-        """See `LiveGroup.reject`."""
+    async def decide(
+        self, group_id: str, event: str, *, reason: str | None = None, step: int | None = None
+    ) -> None:
+        """Record what became of a group, `acknowledged` or `rejected`; the first call counts."""
 
     def counts(self) -> dict[str, int]:
         """Return counts of groups by what became of them in this start."""
@@ -245,15 +258,12 @@ class LiveOptions:
     max_unacknowledged: int = MAX_UNACKNOWLEDGED
 
     def __post_init__(self) -> None:
-        step, kinds = self.resume_step, get_args(Advantage)
-        if self.advantage not in kinds:
-            raise UserError(f"advantage: {self.advantage!r} is not one of {', '.join(kinds)}")
+        object.__setattr__(self, "resume_step", _whole(self.resume_step, "resume_step"))
+        check_fields(self, "rollouts")
         if self.ahead < 0:
             raise UserError("ahead must be at least 0")
         if self.max_unacknowledged < 1:
             raise UserError("max_unacknowledged must be at least 1")
-        if step is not None and (type(step) is not int or step < 0):
-            raise UserError(f"resume_step: {step!r} is not a step: a whole number from 0")
 
 
 class Runner(Protocol):
@@ -298,8 +308,19 @@ class RolloutStream:
     def run(self) -> LiveRun:
         """The run under it. Raises: UserError outside of `async with`."""
         if self._run is None:
-            raise UserError("rollouts(...) is not open. Use `async with rollouts(...) as stream`")
+            raise UserError(
+                "rollouts(...) is not open. Use `async with rollouts(...) as stream`, or"
+                " `with rollouts(...).sync() as stream`"
+            )
         return self._run
+
+    def require_ids(self) -> TokenPlan:
+        """Return how the run gets token ids. Raises: UserError if it gets none."""
+        plan = self.run.tokens
+        if plan is None or not plan.exact:
+            why = (plan and plan.why) or "this model gives no token ids"
+            raise UserError(f"a trainer needs exact tokens: {why} (docs/exact-tokens.md)")
+        return plan
 
     def counts(self) -> dict[str, int]:
         """Return counts of groups by what became of them in this start."""
@@ -335,10 +356,11 @@ class SyncRollouts:
         self._stack.close()
 
     def __iter__(self) -> Iterator[SyncGroup]:
-        assert self._home is not None
-        while (group := self._home.run(self._stream.run.next())) is not None:
+        run, home = self._stream.run, self._home
+        assert home is not None
+        while (group := home.run(run.next())) is not None:
             made = SyncGroup(**vars(group))
-            object.__setattr__(made, "home", self._home)
+            object.__setattr__(made, "home", home)
             yield made
 
     def counts(self) -> dict[str, int]:
@@ -347,7 +369,7 @@ class SyncRollouts:
 
 
 def rollouts(
-    env: str | type[Environment[Any]] | Environment[Any],
+    env: str | Path | type[Environment[Any]] | Environment[Any],
     policy: Policy,
     *,
     out: str | Path,
@@ -388,6 +410,7 @@ def rollouts(
 
     Raises: UserError; StoreError for a run of another configuration.
     """
+    _check_places(policy, out)
     section = {**_env_section(env), "split": split, "seed": seed, "mode": "live"}
     data: dict[str, Any] = {
         "dataset": {"limit": limit, "repeats": group_size},
@@ -398,17 +421,38 @@ def rollouts(
         "env": section,
     }
     parsed = parse_config(_merge(data, config or {}), "rollouts")
-    waiting = max(2, 2 * -(-concurrency // group_size)) if ahead is None else ahead
-    old = staleness or Staleness("none")
-    chosen = selection or Selection()
+    size = parsed.dataset.repeats
+    waiting = max(2, 2 * -(-(parsed.run.concurrency or 64) // size)) if ahead is None else ahead
+    old = Staleness("none") if staleness is None else staleness
+    chosen = Selection() if selection is None else selection
     options = LiveOptions(policy, chosen, advantage, waiting, resume_step, old, max_unacknowledged)
+    _check_size(size, options.selection.min_valid)
     return RolloutStream(parsed, options)
 
 
-def _env_section(env: str | type[Environment[Any]] | Environment[Any]) -> dict[str, Any]:
+def _check_size(size: int, least: int) -> None:
+    """Raises: UserError."""
+    if size < least:
+        raise UserError(
+            f"group_size {size} is less than selection.min_valid {least}, so no group would be"
+            " delivered. Change one of them"
+        )
+
+
+def _check_places(policy: Any, out: Any) -> None:
+    """Raises: UserError."""
+    if not isinstance(policy, Policy):
+        raise UserError(f"policy: {policy!r} is not a hermes_rl.rl.Policy(model=..., base_url=...)")
+    if not isinstance(out, str | Path):
+        raise UserError(f"out: {out!r} is not a folder")
+
+
+def _env_section(env: str | Path | type[Environment[Any]] | Environment[Any]) -> dict[str, Any]:
     """Return the name and the configuration of an environment."""
-    if isinstance(env, str):
-        return {"name": env}
+    if isinstance(env, str | Path):
+        return {"name": str(env)}
+    if not isinstance(env, type | Environment):
+        raise UserError(f"env: {env!r} is not a name, file.py:Class, a class or an environment")
     section: dict[str, Any] = {
         "name": name_environment(env if isinstance(env, type) else type(env))
     }
@@ -419,6 +463,8 @@ def _env_section(env: str | type[Environment[Any]] | Environment[Any]) -> dict[s
 
 def _merge(data: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with further keys in its sections."""
+    if not isinstance(more, Mapping):
+        raise UserError(f"config: {more!r} is not a mapping of sections")
     merged = dict(data)
     for name, section in more.items():
         both = isinstance(section, Mapping) and isinstance(data.get(name), dict)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import check_fields
 from hermes_rl.store import Group
 from hermes_rl.tasks import Task
 
@@ -40,6 +41,9 @@ class Curriculum:
     target: float = 0.5
     window: int = 64
 
+    def __post_init__(self) -> None:
+        check_fields(self, "curriculum")
+
     def level_of(self, task: Task | None) -> str | None:
         """Return the level of a task; None if it has none."""
         if task is None:
@@ -68,6 +72,7 @@ class Selection:
     curriculum: Curriculum | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "selection")
         if self.early_stop is not None and self.early_stop < 2:
             raise UserError("early_stop needs at least 2 members, whose rewards are compared")
         if self.solve_rate is not None and not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:
@@ -88,7 +93,17 @@ class Selection:
                 return f"too_easy: solve rate {rate:.3g}, at most {high:g} wanted"
         if self.drop_equal and group.equal_scores:
             return f"equal_scores: all rewards are {group.mean:g}"
-        return self.gate(group) if self.gate is not None else None
+        return self._gated(group) if self.gate is not None else None
+
+    def _gated(self, group: Group) -> str | None:
+        assert self.gate is not None
+        try:
+            why = self.gate(group)
+        except Exception as error:  # of the trainer's code
+            raise UserError(f"selection.gate raised {type(error).__name__}: {error}") from error
+        if why is not None and not isinstance(why, str):
+            raise UserError(f"selection.gate returned {why!r}; return the reason as text, or None")
+        return why
 
     def ends_early(self, rewards: Sequence[float | None], size: int) -> str | None:
         """Return why a group ends after its first members; None if the others follow.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from hermes_rl.errors import UserError
+from hermes_rl.input_errors import check_fields
 
 if TYPE_CHECKING:
     from hermes_rl.record import Segment
@@ -44,8 +45,7 @@ class Staleness:
     """Versions."""
 
     def __post_init__(self) -> None:
-        if self.policy not in STALENESS:
-            raise UserError(f"staleness: {self.policy!r} is not one of {', '.join(STALENESS)}")
+        check_fields(self, "staleness")
         if self.max_lag < 0:
             raise UserError("staleness: max_lag must be at least 0")
 

@@ -16,7 +16,7 @@ import pytest
 from api_kit import Api
 from atropos_requests import trainer
 
-from hermes_rl.testing import ExactConfig, ExactEngine, chat_of, write_tiny_tokenizer
+from hermes_rl.testing import ExactConfig, ExactEngine, FaultPlan, chat_of, write_tiny_tokenizer
 
 ENVIRONMENT = '''
 """An environment written for Atropos; only its import is changed."""
@@ -69,7 +69,9 @@ class Sums(BaseEnv):
         return item, []
 
     async def evaluate(self, *args, **kwargs):
-        self.evaluated.set()
+        if self.config.steps_per_eval == 1 and not self.evaluated.is_set():
+            self.evaluated.set()
+            raise RuntimeError("no eval set")
         answer = await self.server.chat_completion(
             messages=[{"role": "user", "content": 'SCRIPT: ["yes"]\\n'}], split="eval"
         )
@@ -126,6 +128,7 @@ def check(group: dict[str, Any], engine: ExactEngine) -> None:
 
 async def test_process_writes_groups_with_sampled_ids(tmp_path: Path) -> None:
     async with engine_at(tmp_path) as engine:
+        engine.faults = FaultPlan(seed=1, rates={"server_error": 0.3})
         options = ("--openai.base_url", engine.base_url, "--env.total_steps=5")
         code, out = await run(tmp_path, "process", *options)
         assert code == 0, out
@@ -134,6 +137,8 @@ async def test_process_writes_groups_with_sampled_ids(tmp_path: Path) -> None:
         for group in groups:
             check(group, engine)
             assert len(group["messages"]) == 4
+        assert f"{engine.base_url}: Error code: 500" in out
+    assert "; trying again" in out
     assert "once" in out  # the rollout that failed was made again
 
 
@@ -151,6 +156,7 @@ async def test_serve_sends_groups_until_the_last_step(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
             code, out = await serving
         assert code == 0, out
+        assert re.search(r"evaluation at step \d+ failed: no eval set", out)
         assert len(groups) >= 6
         for group in groups:
             assert len(set(group["scores"])) > 1
@@ -194,7 +200,12 @@ async def test_evaluate_writes_metrics(tmp_path: Path) -> None:
             "16 items in a row failed, the last one: http",
             "",
         ),
-        ("evaluate --openai.base_url={url}/none", "/none/chat/completions: Error code: 404", ""),
+        (  # text that YAML reads as a number, a date and a mapping
+            "evaluate --openai.base_url={url}/none --openai.model_name=7 --openai.api_key=a:"
+            " --env.wandb_name 2026-01-01",
+            "/none/chat/completions: Error code: 404",
+            "",
+        ),
         (
             "process --openai.base_url={url} --env.data_path_to_save_groups=env.yaml/x",
             "File exists: 'env.yaml'",

@@ -4,14 +4,13 @@ import asyncio
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from runs import CLI, Lab, start_server
 
@@ -22,6 +21,7 @@ from hermes_rl.rl import (
     Policy,
     RolloutsStopped,
     RolloutStream,
+    RowFeed,
     Selection,
     rollouts,
 )
@@ -459,21 +459,22 @@ async def test_members_that_failed_are_replaced_also_after_a_restart(lab: Lab) -
             assert [m.index for m in groups["n1"].members] == [0, 1, 2, 3]
 
 
-async def test_a_group_arrives_soon_after_its_last_member(lab: Lab) -> None:
-    lab.write(TALK)
-    waits = []
-    plays = {"policy": lambda request: "Well."}
-    async with (
-        FakeServer(FakeConfig(latency_s=0.1, plays=plays)) as server,
-        open_stream(lab, server, concurrency=8) as stream,
-    ):
-        for _ in range(20):
-            group = await anext(stream)
-            now = time.time()
-            ends = [m.trajectory["finished_at"] / 1e6 for m in group.members if m.trajectory]
-            waits.append(now - max(ends))
-            await group.ack()
-    assert statistics.median(waits) < 0.2
+async def test_a_group_arrives_when_its_last_member_has_ended(lab: Lab) -> None:
+    go = lab.path / "go"
+    lab.write(
+        TALK.replace(
+            "ctx):\n",
+            f"ctx):\n    while task.metadata['n'] and not pathlib.Path({str(go)!r}).exists():\n"
+            "        await asyncio.sleep(0.02)\n",
+        ),
+        "import asyncio, pathlib",
+    )
+    async with open_stream(lab, None, policy=Policy(model="noop")) as stream:
+        assert [group.task_id for group in await take(stream, 1)] == [
+            "n0"
+        ]  # others are in progress
+        go.touch()
+        await take(stream, 1)
 
 
 LEVELS = """
@@ -532,16 +533,69 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
     ("arguments", "message"),
     [
         ({"group_size": 0}, "'dataset.repeats' must be 1 or more"),
-        ({"advantage": "x"}, "is not one of grpo, rloo, dr_grpo"),
+        ({"group_size": "four"}, "'dataset.repeats' must be a whole number, not 'four'"),
+        ({"group_size": 1}, "group_size 1 is less than selection.min_valid 2"),
+        ({"concurrency": None, "ahead": 1.5}, "'ahead' must be a whole number, not 1.5"),
+        ({"advantage": "x"}, "'advantage' must be 'grpo', 'rloo' or 'dr_grpo', not 'x'"),
         ({"ahead": -1}, "ahead must be at least 0"),
-        ({"resume_step": -5}, "resume_step: -5 is not a step"),
-        ({"resume_step": "a"}, "resume_step: 'a' is not a step"),
+        ({"max_unacknowledged": None}, "'max_unacknowledged' must be a whole number"),
+        ({"resume_step": -5}, "resume_step must be a whole number from 0 on, not -5"),
+        ({"resume_step": "a"}, "resume_step must be a whole number from 0 on, not 'a'"),
+        ({"selection": "drop_equal"}, "'selection' must be .* an instance of Selection"),
+        ({"selection": {"gate": "x"}}, "'selection.gate' must be callable, not 'x'"),
+        ({"selection": {"solve_rate": ["a", 1]}}, "'selection.solve_rate.0' must be a number"),
+        ({"staleness": "pace"}, "'staleness' must be .* an instance of Staleness"),
         ({"config": {"runn": 1}}, "unknown key 'runn'"),
+        ({"config": [1]}, "is not a mapping of sections"),
+        ({"env": 3}, "env: 3 is not a name, file.py:Class, a class or an environment"),
+        ({"policy": "m"}, "policy: 'm' is not a hermes_rl.rl.Policy"),
+        ({"out": None}, "out: None is not a folder"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        rollouts("any", Policy(model="noop"), out="never", **arguments)
+    valid = {"env": "any", "policy": Policy(model="noop"), "out": "never"}
+    with pytest.raises(UserError, match=message) as raised:
+        rollouts(**{**valid, **arguments})
+    assert "\n" not in str(raised.value)
+
+
+async def test_mistakes_of_a_trainer_are_one_line_and_lose_no_group(lab: Lab) -> None:
+    lab.write(TALK)
+    policy = Policy(model="noop")
+
+    def refused(message: str) -> Any:
+        return pytest.raises(UserError, match=message)
+
+    with refused("rollouts.* is not open"):
+        next(iter(open_stream(lab, None, policy=policy).sync()))
+    async with open_stream(lab, None, policy=policy) as stream:
+        group, late = await take(stream, 2)
+        wrong: Any = "3"
+        for step in (wrong, 1.5, -1):
+            with refused("step must be a whole number from 0 on, not"):
+                await group.ack(step)
+        with refused("version must be a whole number from 0 on, not '3'"):
+            await policy.set_version(wrong)
+        await policy.set_version(numpy.int64(3))
+        assert policy.version == 3
+        await group.ack(numpy.int64(5))
+    with refused("the stream is closed; the next start delivers this group again"):
+        await late.ack(6)
+    for gate, error in ((lambda _: {}["a"], "raised KeyError: 'a'"), (bool, "returned True; ret")):
+        stream = open_stream(lab, None, policy=policy, selection=Selection(gate=gate))
+        with refused(f"selection.gate {error}"):
+            async with stream:
+                await take(stream, 50)
+    async with open_stream(lab, None, policy=policy) as stream:
+        assert (await anext(stream)).group_id == late.group_id
+    feed = RowFeed(open_stream(lab, None, policy=policy), policy)
+    with refused("the feed is not open"):
+        feed.take(1)
+    with refused("a trainer needs exact tokens: this model gives no token ids"):
+        await asyncio.to_thread(feed.start)
+    assert {(row.event, row.step) for row in load_run(lab.out).deliveries.itertuples()} == {
+        ("acknowledged", 5)
+    }
 
 
 PROGRAM = """

@@ -289,7 +289,7 @@ def _fetched(name: str, revision: str | None) -> Path:
     except Exception as error:  # the hub's client raises its own, its transport's and the system's
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"no folder {name!r}, and the hub has no tokenizer of that name: {first}"
+            f"no folder {name!r}, and the hub gives no tokenizer of that name: {first}"
         ) from error
     return Path(found)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -14,6 +16,11 @@ from hermes_rl.errors import UserError
 from hermes_rl.models.tokens import detect_ids_format, read_token_ids
 
 IGNORED = -100
+RETRY_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Waits before a request is repeated."""
+LONGEST_S = 60.0
+"""Longest Retry-After to obey."""
+_log = logging.getLogger(__name__)
 
 
 class ServerBaseline(BaseModel):
@@ -56,16 +63,15 @@ class Server:
             api_key=config.api_key or "none",
             base_url=config.base_url or None,
             timeout=config.timeout,
-            max_retries=5,
+            max_retries=0,
         )
+        self._failing = False
 
     async def call(self, kind: Literal["chat", "completion"], wanted: dict[str, Any]) -> Any:
         """Make a request of OpenAI's package, and return its answer."""
         wanted = {"model": self.config.model_name, **wanted}
         wanted.pop("split", None)
-        create: Any = self._client.completions.create
-        if kind == "chat":
-            create = self._client.chat.completions.create
+        create = partial(self._retried, kind)
         count = wanted.get("n") or 1
         self.in_flight += 1
         try:
@@ -80,6 +86,31 @@ class Server:
         first = answers[0]
         first.choices = [choice for answer in answers for choice in answer.choices]
         return first
+
+    async def _retried(self, kind: Literal["chat", "completion"], **wanted: Any) -> Any:
+        """Make a request, and repeat it after faults of the server. The first one is logged."""
+        import openai
+
+        client: Any = self._client
+        create = (client.chat if kind == "chat" else client).completions.create
+        for wait in (*RETRY_S, None):
+            try:
+                answer = await create(**wanted)
+            except openai.APIError as error:
+                status = getattr(error, "status_code", 500)  # none: no connection, or a timeout
+                if wait is None or (status < 500 and status not in (408, 409, 429)):
+                    raise
+                if not self._failing:
+                    text = " ".join(str(error).split())
+                    _log.warning("%s: %s; trying again", self.config.base_url, text)
+                self._failing = True
+                head = getattr(error, "response", None)
+                after = "" if head is None else head.headers.get("Retry-After", "")
+                await asyncio.sleep(min(float(after), LONGEST_S) if after.isdecimal() else wait)
+            else:
+                self._failing = False
+                return answer
+        raise AssertionError
 
 
 @dataclass

@@ -323,11 +323,7 @@ async def serve_groups(
 
 def _check_tokens(stream: RolloutStream, forks: Forks) -> None:
     """Raises: UserError."""
-    plan = stream.run.tokens
-    if plan is None or not plan.exact:
-        why = (plan and plan.why) or "this model gives no token ids"
-        raise UserError(f"a trainer needs exact tokens: {why} (docs/exact-tokens.md)")
-    forking = [line for line in plan.template if ": forks: " in line]
+    forking = [line for line in stream.require_ids().template if ": forks: " in line]
     if forking and forks == "refuse":
         raise UserError(
             f"the chat template makes conversations fork ({forking[0]}). A forked rollout has"
