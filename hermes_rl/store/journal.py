@@ -365,23 +365,30 @@ class JournalWriter:
         """The `live` file of each attempt whose lines another process encodes."""
 
     async def __aenter__(self) -> JournalWriter:
-        self._batch = await in_thread(self._open)
+        try:
+            await in_thread(self._open)
+        except BaseException:  # a cancellation is raised after the thread has opened it
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
-    def _open(self) -> Batch:
+    def _open(self) -> None:
         SECRETS.learn_environment()
         self._path.mkdir(exist_ok=True)
         alive = lock_alive_file(self._path / "alive", self._lease_s)
-        epochs = self.run_dir.epochs()
-        if epochs and epochs[-1] > epoch_of(self.writer):
+        try:
+            epochs = self.run_dir.epochs()
+            if epochs and epochs[-1] > epoch_of(self.writer):
+                late = f"writer {self.writer} comes too late: epoch {epochs[-1]} has begun"
+                raise StoreError(late)
+            self.run_dir.storage.sync_path(self._path.parent)
+            self._batch, self.alive = self._new_batch(), alive
+        except BaseException:
             alive.release()
-            raise StoreError(f"writer {self.writer} comes too late: epoch {epochs[-1]} has begun")
-        self.alive = alive
-        self.run_dir.storage.sync_path(self._path.parent)
-        return self._new_batch()
+            raise
 
     def _new_batch(self) -> Batch:
         stem = f"{self.writer}-{self._sequence}"

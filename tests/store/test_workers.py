@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import nullcontext, suppress
@@ -334,6 +335,30 @@ async def test_a_late_worker_of_an_old_epoch_is_refused(run_path: Path) -> None:
         async with JournalWriter(driver.run_dir, 2, 1):
             with pytest.raises(StoreError, match="exists already"):
                 await JournalWriter(driver.run_dir, 2, 1).__aenter__()
+
+
+async def test_a_writer_that_is_cancelled_while_it_opens_leaves_nothing(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+
+    def wait(run_dir: RunDir) -> list[int]:
+        opening.set()
+        go_on.wait(60)
+        return []
+
+    async with await open_run(run_path, scripted_rows.CONFIG) as driver:
+        with monkeypatch.context() as patched:
+            patched.setattr(RunDir, "epochs", wait)
+            task = asyncio.create_task(JournalWriter(driver.run_dir, 1, 1).__aenter__())
+            assert await asyncio.to_thread(opening.wait, 60)
+            task.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        async with JournalWriter(driver.run_dir, 1, 1):  # the name and its lock are free
+            pass
 
 
 async def test_hanging_workers_share_one_grace_period(run_path: Path) -> None:
