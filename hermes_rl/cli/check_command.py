@@ -245,6 +245,11 @@ def _repair(run: str | Path, as_json: bool) -> None:
     with changed_run(run, repair=True) as opened:
         done = repair_run(opened.path, first_epoch=opened.first_epoch)
     lines = [f"repaired; the damaged file is kept: {name}" for name in done.saved]
+    lines += [
+        f"lost: {name}; the units of its rows run again. If you find the file, put it back and "
+        "repair again"
+        for name in done.lost
+    ]
     lines += [f"finished twice, the later row moved: {unit}" for unit in done.duplicates]
     for line in (*opened.notes, *lines):
         print(line, file=sys.stderr if as_json else sys.stdout)

@@ -20,10 +20,11 @@ from hermes_rl.store.recovery import (
     foreign_parts,
     quarantined,
 )
-from hermes_rl.store.rundir import FOLDERS, TABLES, RunDir, order_of
+from hermes_rl.store.rundir import FOLDERS, TABLES, RunDir, order_of, stem_of
 from hermes_rl.store.snapshots import (
     compaction_fault,
     compaction_names,
+    file_of,
     merged_by_stem,
     read_compactions,
 )
@@ -61,11 +62,18 @@ def file_faults(run_dir: RunDir) -> Iterator[Fault]:
         return
     for stem in sorted({*merged_by_stem(run_dir)} - {*run_dir.commit_stems()}):
         yield run_dir.path / "commits" / f"{stem}.json", "is missing, but its rows were merged"
+    # Parts first: a batch that is published meanwhile is in none of these.
+    parts = [part for table in TABLES for part in run_dir.parts(table)]
     seen: set[Path] = set()
     for stem in run_dir.commit_stems():
         yield from _commit_faults(run_dir, stem, seen)
-    for name in foreign_parts(run_dir):
-        yield run_dir.path / name, FOREIGN
+    foreign = [run_dir.path / name for name in foreign_parts(run_dir)]
+    yield from ((path, FOREIGN) for path in foreign)
+    waiting = {stem for stem, _ in run_dir.journals("done")}
+    for path in parts:
+        known = path in seen or path in foreign or stem_of(path) in waiting
+        if not known and path.exists():  # merges remove some
+            yield path, "is not in the commit of its batch"
     yield from _journal_faults(run_dir)
     for path in quarantined(run_dir):
         yield path, "waits for --repair"
@@ -105,6 +113,7 @@ def _commit_faults(run_dir: RunDir, stem: str, seen: set[Path]) -> Iterator[Faul
         list(commit.keys.outcomes())
     except (StoreError, ValueError, IndexError) as error:
         yield place, _error_text(place, error)
+        seen.update(file_of(run_dir, table, stem) for table in TABLES)
         return
     if commit.stem != stem:
         yield place, f"is the commit of {commit.stem}"

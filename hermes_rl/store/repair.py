@@ -27,12 +27,19 @@ import pyarrow.parquet as pq
 from hermes_rl.errors import CAUSES, StoreError, end_reason_of
 from hermes_rl.events import AttemptKey
 from hermes_rl.identity import trajectory_id
-from hermes_rl.store.commit import Commit, Keys, Outcome, part_fault, read_commit, write_commit
+from hermes_rl.store.commit import (
+    Commit,
+    Keys,
+    Outcome,
+    part_fault,
+    read_commit,
+    write_commit,
+)
 from hermes_rl.store.compaction import SMALL, TARGET, Compacted, merge_batches
 from hermes_rl.store.driver import begin_epoch
 from hermes_rl.store.files import add_digest, convert_os_errors, disk_errors, file_sha256
 from hermes_rl.store.ledger import Ledger
-from hermes_rl.store.reader import decode_metrics
+from hermes_rl.store.reader import decode_metrics, decode_row
 from hermes_rl.store.recovery import (
     Recovery,
     RecoveryReport,
@@ -71,6 +78,8 @@ class RepairReport:
     recovery: RecoveryReport
     saved: list[str] = field(default_factory=list)
     """Where damaged files with recovered lines are kept."""
+    lost: list[str] = field(default_factory=list)
+    """Published files that are missing, as TABLE/NAME. The units of their rows run again."""
     duplicates: list[str] = field(default_factory=list)
     """Units that were finished twice."""
 
@@ -98,13 +107,13 @@ def _repair(run_dir: RunDir, grace_s: float, first_epoch: int) -> RepairReport:
     saved = restore_epochs(run_dir)
     epoch = begin_epoch(run_dir, None, {"repair": True}, at_least=first_epoch)
     saved += [_restore_quarantined(run_dir, damaged) for damaged in quarantined(run_dir)]
-    saved += rebuild_commits(run_dir)
+    rebuilt, lost = rebuild_commits(run_dir)
     recovery = Recovery(run_dir, epoch, strict=False)
     report = recovery.recover_writers(Ledger(), grace_s=grace_s)
     for unit_id in report.duplicates:
         for stem, key in find_final_rows(run_dir, unit_id)[1:]:
             move_to_failures(run_dir, stem, key)
-    return RepairReport(report, saved, report.duplicates)
+    return RepairReport(report, saved + rebuilt, lost, report.duplicates)
 
 
 def _keep(run_dir: RunDir, damaged: Path) -> str:
@@ -167,9 +176,10 @@ def _epoch_of_manifest(run_dir: RunDir) -> Epoch:
         ) from error
 
 
-def rebuild_commits(run_dir: RunDir) -> list[str]:
-    """Make commits again from their parts when they are damaged or missing, or when a part cannot
-    be read. Returns the damaged files that were kept."""
+def rebuild_commits(run_dir: RunDir) -> tuple[list[str], list[str]]:
+    """Make commits again from their parts when they are damaged or missing, or when a part is
+    missing, cannot be read, or is back after a repair without it. Returns the damaged files that
+    were kept, and the missing ones."""
     stems = {*run_dir.commit_stems(), *merged_by_stem(run_dir)}
     good = {stem: _intact_commit(run_dir, stem) for stem in stems}
     unreadable = {
@@ -181,16 +191,21 @@ def rebuild_commits(run_dir: RunDir) -> list[str]:
         and not _is_readable(path)
     }
 
-    def is_gone(path: Path) -> bool:
-        """Also in a repair that was killed when it had moved the file."""
-        return path in unreadable or (not path.exists() and _place_of(run_dir, path).exists())
-
+    places = {
+        stem: [find_part(run_dir, stem, part)[0] for part in commit.parts]
+        for stem, commit in good.items()
+        if commit is not None
+    }
+    waiting = {stem for stem, _ in run_dir.journals("done")}  # recovery publishes these again
+    lost = {p for s, paths in places.items() if s not in waiting for p in paths if not p.exists()}
+    returned = _unlisted(run_dir, {path for paths in places.values() for path in paths})
     bad = {
         stem: commit
         for stem, commit in good.items()
-        if commit is None
-        or any(is_gone(find_part(run_dir, stem, part)[0]) for part in commit.parts)
+        if commit is None or stem in returned or not {*unreadable, *lost}.isdisjoint(places[stem])
     }
+    # A repair that was killed may have moved a file to where it is kept.
+    lost = {path for path in lost if not _place_of(run_dir, path).exists()}
     saved = [_keep(run_dir, path) for path in unreadable]
     known = {
         outcome.key
@@ -199,7 +214,6 @@ def rebuild_commits(run_dir: RunDir) -> list[str]:
         for outcome in commit.keys.outcomes()
     }
     foreign = {stem_of(Path(name)) for name in foreign_parts(run_dir)}
-    waiting = {stem for stem, _ in run_dir.journals("done")}  # recovery publishes these again
     for stem in sorted({*bad, *foreign} - waiting, key=order_of):
         made = _commit_of_parts(run_dir, stem, bad.get(stem), known)
         if stem not in bad and not _belongs_here(made, known):
@@ -209,7 +223,15 @@ def rebuild_commits(run_dir: RunDir) -> list[str]:
         if bad.get(stem) is None and os.path.lexists(damaged):
             saved.append(_keep(run_dir, damaged))
         write_commit(run_dir, made)
-    return saved
+    return saved, sorted(path.relative_to(run_dir.path).as_posix() for path in lost)
+
+
+def _unlisted(run_dir: RunDir, listed: set[Path]) -> set[str]:
+    """The stems of batches that may have rows in parts that no commit lists."""
+    paths = {path for table in TABLES for path in run_dir.parts(table)} - listed
+    stems = {stem_of(path) for path in paths}
+    merged = [one for found in merged_by_stem(run_dir).values() for one in found]
+    return stems.union(*(one.of for one in merged if one.stem in stems))
 
 
 def _intact_commit(run_dir: RunDir, stem: str) -> Commit | None:
@@ -229,13 +251,17 @@ def _belongs_here(made: Commit, known: set[AttemptKey]) -> bool:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether readers accept a part: all its columns, with their declared types and lengths."""
+    """Whether readers accept a part: all its columns, with their declared types and lengths, and
+    the JSON in them."""
     try:
         with pq.ParquetFile(path) as file:
             found = pq.read_table(path, schema=schema_of(path.parent.name))
             found.validate(full=True)
             rows: int = file.metadata.num_rows
-    except (OSError, pa.ArrowException, ValueError):
+            for batch in found.to_batches(max_chunksize=100):
+                for row in batch.to_pylist():
+                    decode_row(row)
+    except (OSError, pa.ArrowException, msgspec.DecodeError, ValueError):
         return False
     return bool(found.num_rows == rows)
 
@@ -266,7 +292,8 @@ def _commit_of_parts(
     epochs = range(1, run_dir.last_epoch() + 1)
     keys = {row["trajectory_id"]: key for row in ended if (key := _key_of(row, epochs))}
     if stem in merged_by_stem(run_dir):
-        keys = {row_id: key for row_id, key in keys.items() if key not in known}
+        mine = {outcome.key for outcome in before.keys.outcomes()} if before is not None else None
+        keys = {i: k for i, k in keys.items() if k not in known and (mine is None or k in mine)}
     taken = [row for row in ended if row["trajectory_id"] in keys]
     outcomes = [
         Outcome(

@@ -16,6 +16,7 @@ from hermes_rl.store import (
     JournalWriter,
     OpenOptions,
     RunDir,
+    compact_run,
     encode_line,
     file_faults,
     load_run,
@@ -168,6 +169,36 @@ def test_a_repair_that_was_killed_when_it_had_moved_a_damaged_part_is_completed(
     assert not part.exists()
     repair_run(run_path)
     assert list(file_faults(RunDir(run_path))) == []
+
+
+@pytest.mark.parametrize("table", ["trajectories", "segments", "failures"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_missing_file_is_given_up_by_a_repair_and_can_come_back(
+    play: Play, run_path: Path, table: str, merged: bool
+) -> None:
+    assert play(path=run_path) == 0
+    if merged:
+        compact_run(run_path, grace_s=0)
+    before = load_run(run_path)
+    part = next(run_path.glob(f"{table}/*.parquet"))
+    content = part.read_bytes()
+    part.unlink()
+    assert repair_run(run_path).lost == [f"{table}/{part.name}"]
+    assert play(path=run_path) == 0
+    assert [*file_faults(RunDir(run_path))] == [], "its units have run again"
+    assert repair_run(run_path).lost == []
+    part.write_bytes(content)
+    assert [*file_faults(RunDir(run_path))] == [(part, "is not in the commit of its batch")]
+    again = repair_run(run_path)
+    assert bool(again.duplicates) == (table == "trajectories")
+    assert play(path=run_path) == 0
+    assert [*file_faults(RunDir(run_path))] == []
+    after = load_run(run_path)
+    for name in (table, "trajectories"):
+        found = (set(run.arrow(name)["trajectory_id"].to_pylist()) for run in (before, after))
+        assert next(found) == next(found)
+    if table != "trajectories":
+        assert after.stats == before.stats
 
 
 async def test_foreign_parts_are_reported_and_kept(play: Play, run_path: Path) -> None:
