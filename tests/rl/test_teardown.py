@@ -115,14 +115,16 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
+@pytest.mark.parametrize(
+    ("kind", "hang"),
+    [*(("async def", hang) for hang in HANGS), ("def", "a loop"), ("def", "a program")],
+)
 async def test_reward_code_that_blocks_ends_at_its_limit_and_others_continue(
-    lab: Lab, hang: str, kind: str
+    lab: Lab, kind: str, hang: str
 ) -> None:
     """A plain function runs in a process, and is killed there with what it started."""
     method = BODY[BODY.index("async def compute_reward") : BODY.index("def note")]
-    blocks = method.replace("    return", f"    while ctx.member: {hang}\n    return")
+    blocks = method.replace("    return", f"    while ctx.member: {HANGS[hang]}\n    return")
     body = BODY.replace(method, blocks.replace("async def", kind))
     path = lab.write(body, HEAD + "import re, subprocess, time\n").path
     env = {"name": str(path), "reward_seconds": 2.0}
