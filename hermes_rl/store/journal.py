@@ -521,12 +521,16 @@ class JournalWriter:
             if not batch.rows:
                 batch.file.path.unlink()
             self._live.close()
-            if [p.name for p in self._path.iterdir()] == ["alive"]:
+            if ended := [p.name for p in self._path.iterdir()] == ["alive"]:
                 (self._path / "alive").unlink()
-                self._path.rmdir()
         finally:
             if self.alive is not None:
                 self.alive.release()
+        if ended:
+            # After its files are closed: NFS and FUSE keep a removed file that is open under
+            # another name. The next start removes a folder that stays.
+            with suppress(OSError):
+                self._path.rmdir()
 
 
 def lock_alive_file(path: Path, lease_s: float | None = None) -> HeldLock:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -326,7 +326,7 @@ class Recovery:
                 self.run_dir.crash("recover-4-unlinked")
         (folder / "alive").unlink(missing_ok=True)
         # A writer that ended regularly has removed its folder.
-        if folder.is_dir() and not any(folder.iterdir()):
+        with suppress(OSError):  # also where files that are still open somewhere stay
             folder.rmdir()
 
     def _commits(self) -> Iterator[Commit]:

@@ -279,6 +279,28 @@ async def test_a_merge_that_is_replaced_behind_its_check_exchanges_nothing(
     checks.check_invariants(run_path)
 
 
+async def test_a_file_that_is_removed_while_it_is_open_keeps_its_folder(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS and FUSE give it another name until it is closed: every run ended with a traceback."""
+    unlink = Path.unlink
+
+    def hide(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "alive":
+            path.rename(path.with_name(".nfs0001"))
+        else:
+            unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", hide)
+    await add_batch(run_path, 0)
+    monkeypatch.undo()
+    (hidden,) = run_path.glob("journal/*/.nfs0001")
+    hidden.unlink()
+    await add_batch(run_path, 1)
+    assert list((run_path / "journal").iterdir()) == []
+    assert len(load_run(run_path).trajectories) == 2
+
+
 async def add_batch(path: Path, number: int) -> None:
     async with (
         await open_run(path, scripted_rows.CONFIG, None, OPTIONS) as driver,
