@@ -69,7 +69,7 @@ from hermes_rl.tasks import Task
 from hermes_rl.text import clean, scrub
 from hermes_rl.tools import DELEGATE_TASK, MEMORY, Approval, OpenParts, Tool
 from hermes_rl.trajectory import fold
-from hermes_rl.verify import Answer, grade_task
+from hermes_rl.verify import Answer, check_scorers, grade_task
 from hermes_rl.wiring import Draw, RunContext
 from hermes_rl.workspaces import Workspaces, state_text
 
@@ -112,7 +112,10 @@ class Episode:
         return {}
 
     async def start(self, sandbox: Sandbox | None) -> None:
-        """After the task's setup, before the first call. Raises: HermesError."""
+        """After the task's setup, before the first call. Raises: TaskFault for a task that cannot
+        be graded; other HermesErrors."""
+        if self.stage.item.task is not None:
+            check_scorers(self.stage.context.config, self.stage.item.task.score)
 
     async def run(
         self, parts: AgentParts, prompt: Sequence[Message], control: Control

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from hermes_rl.config import RunConfig
 from hermes_rl.definitions import sampling_of, sent_seed
 from hermes_rl.errors import (
     CAUSES,
@@ -66,6 +67,29 @@ class Answer:
         return {**made, **verifier.files}
 
 
+def check_scorers(config: RunConfig, scorers: Sequence[Scorer]) -> None:
+    """Check, before a model is paid, that the judges and functions of some scorers are named.
+
+    Raises: TaskFault.
+    """
+    for scorer in scorers:
+        if scorer.type == "judge" and not config.scoring.judges:
+            raise TaskFault("a scorer of type 'judge' needs judges: name them with --judge MODEL")
+        if scorer.type == "python":
+            _place_of(config, scorer)
+
+
+def _place_of(config: RunConfig, scorer: Scorer) -> str:
+    name = scorer.options["function"]
+    place = function_place(name, config.scoring.functions)
+    if place is None:
+        raise TaskFault(
+            f"score.function {name!r} is unknown. Name it in scoring.functions, or install the "
+            "package that brings it"
+        )
+    return place
+
+
 async def grade_task(
     context: RunContext,
     item: WorkItem,
@@ -88,6 +112,7 @@ async def grade_task(
     """
     task = item.task
     assert task is not None
+    check_scorers(context.config, task.score)
     graded = Graded(reward=None)
     if task.verify is not None:
         graded = await _verified(sandbox, task.verify, answer)
@@ -139,14 +164,7 @@ class _Scoring:
             return await self._judged(scorer, number, metrics)
         row: dict[str, Any] = {}
         if kind == "python":
-            functions = self.context.config.scoring.functions
-            place = function_place(options["function"], functions)
-            if place is None:
-                raise TaskFault(
-                    f"score.function {options['function']!r} is unknown. Name it in "
-                    "scoring.functions, or install the package that brings it"
-                )
-            options = {**options, "function": place}
+            options = {**options, "function": _place_of(self.context.config, scorer)}
             task = self.item.task
             row = {
                 "messages": [json.loads(message) for message in self.answer.messages()],
@@ -203,8 +221,6 @@ class _Scoring:
             sampling = sampling_of(place, sent_seed(context.config, self.item.seed))
             where = f"scoring.judges.{number}"
             made.append(Judge(place.name, "judge", caller, sampling, lambda: turn, where))
-        if not made:
-            raise TaskFault("a scorer of type 'judge' needs judges: name them with --judge MODEL")
         return made
 
 

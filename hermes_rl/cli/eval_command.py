@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
@@ -295,17 +296,18 @@ def _environment(values: dict[str, Any], data: dict[str, Any]) -> _Evaluation:
 
 
 def _check_rows(target: str, rows: list[dict[str, Any]]) -> None:
-    """Refuse a file without a good row, before anything is written. Raises: UserError."""
+    """Name the first bad row, and refuse a file without a good one, before anything is written.
+    Raises: UserError."""
     from hermes_rl.tasks import parse_row
 
-    first = None
-    for index, row in enumerate(rows):
-        parsed = parse_row(row, index, f"{target}: row {index + 1}")
-        if parsed.error is None:
-            return
-        first = first or parsed
-    if first is not None:
-        raise UserError(f"{first.place}: {first.error}")
+    parsed = [parse_row(row, i, f"{target}: row {i + 1}") for i, row in enumerate(rows)]
+    bad = [f"{one.place}: {one.error}" for one in parsed if one.error is not None]
+    if bad and len(bad) == len(rows):
+        raise UserError(bad[0])
+    if bad:
+        print(
+            f"{len(bad)} of {len(rows)} rows are bad and get no reward: {bad[0]}", file=sys.stderr
+        )
 
 
 def _write_tasks(path: Path, lines: list[str]) -> None:

@@ -68,6 +68,9 @@ def test_mistakes_are_named(tmp_path: Path, base_url: str) -> None:
     assert done.code == 0, done.err
     assert "a: 2 units without a reward (the last failure: TaskFault: " in done.out
     assert "hermes-rl show runs/eval-my/a --failed lists them" in done.out
+    assert "1 of 2 rows are bad and get no reward: my.jsonl: row 2: " in done.err
+    calls = load_run(tmp_path / "runs/eval-my/a").stats["calls"]["total"]
+    assert calls == 0, "a judge without --judge is noticed before a model is paid"
     for names in (("x/y", "x-y"), ("b", "b")):
         two = run_cli(*command, *(f"--model={name}" for name in names), cwd=tmp_path)
         assert two.code == 2
