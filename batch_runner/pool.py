@@ -430,8 +430,8 @@ class RayPool:
                 return msgspec.msgpack.decode(answer, type=Started)
         except TimeoutError:
             raise UserError(
-                f"Ray did not start worker {spec.worker} within {patience:g} s: the cluster has no "
-                "memory. Add a node, or use --workers 0"
+                f"Ray did not start worker {spec.worker} within {patience:g} s: the cluster lacks "
+                "free memory, or is too busy. Add a node, or use --workers 0"
             ) from None
         except RayError as error:
             raise UserError(
