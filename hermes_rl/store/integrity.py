@@ -62,14 +62,14 @@ def file_faults(run_dir: RunDir) -> Iterator[Fault]:
         return
     for stem in sorted({*merged_by_stem(run_dir)} - {*run_dir.commit_stems()}):
         yield run_dir.path / "commits" / f"{stem}.json", "is missing, but its rows were merged"
-    # Parts first: a batch that is published meanwhile is in none of these.
+    # In this order: a batch that is published meanwhile has a `done` file, or a commit later.
     parts = [part for table in TABLES for part in run_dir.parts(table)]
+    waiting = {stem for stem, _ in run_dir.journals("done")}
     seen: set[Path] = set()
     for stem in run_dir.commit_stems():
         yield from _commit_faults(run_dir, stem, seen)
     foreign = [run_dir.path / name for name in foreign_parts(run_dir)]
     yield from ((path, FOREIGN) for path in foreign)
-    waiting = {stem for stem, _ in run_dir.journals("done")}
     for path in parts:
         known = path in seen or path in foreign or stem_of(path) in waiting
         if not known and path.exists():  # merges remove some
@@ -112,11 +112,12 @@ def _commit_faults(run_dir: RunDir, stem: str, seen: set[Path]) -> Iterator[Faul
         commit = read_commit(run_dir, stem)
         list(commit.keys.outcomes())
     except (StoreError, ValueError, IndexError) as error:
-        yield place, _error_text(place, error)
-        seen.update(file_of(run_dir, table, stem) for table in TABLES)
-        return
-    if commit.stem != stem:
-        yield place, f"is the commit of {commit.stem}"
+        fault = _error_text(place, error)
+    else:
+        fault = "" if commit.stem == stem else f"is the commit of {commit.stem}"
+    if fault:
+        yield place, fault
+        seen.update(file_of(run_dir, table, stem) for table in TABLES)  # nothing lists them
         return
     yield from part_faults(run_dir, commit, seen)
 

@@ -489,15 +489,19 @@ def _refuse_living(remote: RemoteRun, claim: Entry, now: float) -> None:
 def _is_emptied(remote: RemoteRun) -> bool:
     """Whether the store has lost all of a run that this machine drove: a log that was never begun
     has no rows."""
-    run_dir = RunDir(working_copy(remote.url))
-    return not remote.entries and bool(run_dir.commit_stems() or run_dir.journals("done"))
+    return not remote.entries and _has_rows_for(remote, working_copy(remote.url))
+
+
+def _has_rows_for(remote: RemoteRun, work: Path) -> bool:
+    """Whether a working copy has rows that the store lacks."""
+    run_dir = RunDir(work)
+    journals = any(path.stat().st_size for _, path in run_dir.journals("done"))
+    return journals or any(f"commits/{s}.json" not in remote.files for s in run_dir.commit_stems())
 
 
 def _set_aside(remote: RemoteRun, root: Path, work: Path) -> list[str]:
     """Remove a working copy that another machine overtook; keep it if it has rows of its own."""
-    run_dir = RunDir(work)
-    journals = any(path.stat().st_size for _, path in run_dir.journals("done"))
-    if journals or any(f"commits/{s}.json" not in remote.files for s in run_dir.commit_stems()):
+    if _has_rows_for(remote, work):
         aside = root / f"{work.name}-{secrets.token_hex(4)}"
         work.rename(aside)
         return [f"rows that were never uploaded from this machine are kept in {aside}"]

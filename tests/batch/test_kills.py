@@ -1,8 +1,8 @@
-"""Kill -9 of a run at every step of the commit protocol, and of Ray drivers and workers at the
-server's k-th request; then the same command again, on the dataset in another order.
+"""Kill -9 of a run at every crash point of the commit protocol, and of Ray drivers and workers at
+the server's k-th request; then the same command again, on the dataset in another order.
 
-tests/store kills a scripted driver at each crash point of a step twice, also during recovery. Here
-it is the real runner with sandboxes, and the server records what it served.
+tests/store kills a scripted driver at each crash point twice, also during recovery. Here it is the
+real runner with sandboxes, and the server records what it served.
 """
 
 import asyncio
@@ -62,11 +62,7 @@ def check_result(out: Path, server: FakeServer, receipts: dict[str, int], expect
     assert list((out / "tmp").iterdir()) == []
 
 
-STEPS = {point[: point.index("-") + 2]: point for point in CRASH_POINTS}
-"""Step of the protocol -> its last crash point."""
-
-
-@pytest.mark.parametrize("point", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("point", CRASH_POINTS)
 async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Path) -> None:
     arguments = kit.run_arguments(out.parent, FEW, server, *IN_PROCESS)
     crashes = [f"{point}:{2 if point.startswith('attempt') else 1}"]

@@ -268,8 +268,9 @@ async def test_an_engine_that_answers_errors_is_named_while_it_is_waited_for(
     )
     async with FakeServer(broken) as server, open_stream(lab, server) as stream:
         waiting = asyncio.create_task(anext(stream))
-        while "answers 500" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(120):
+            while "answers 500" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         waiting.cancel()
     assert "calls waiting; gives up in " in caplog.text
 

@@ -201,6 +201,26 @@ def test_a_missing_file_is_given_up_by_a_repair_and_can_come_back(
         assert after.stats == before.stats
 
 
+def test_a_batch_that_is_committed_during_a_check_is_no_fault(play: Play, run_path: Path) -> None:
+    """Its parts have their names; its commit follows, and then its `done` file is removed."""
+    assert play(path=run_path) == 0
+    commit = next(run_path.glob("commits/*.json"))
+    content, (writer, _, number) = commit.read_bytes(), commit.stem.rpartition("-")
+    done = run_path / "journal" / writer / f"done-{number}.jsonl"
+    part = next((run_path / "trajectories").iterdir())
+    foreign = part.with_name("part-1-7-7.parquet")
+    foreign.write_bytes(part.read_bytes())
+    done.parent.mkdir()
+    done.touch()
+    commit.unlink()
+    found = file_faults(RunDir(run_path))
+    assert next(found) == (foreign, "belongs to no commit")
+    commit.write_bytes(content)
+    done.unlink()
+    done.parent.rmdir()
+    assert [fault for fault in found if fault[0].suffix == ".parquet"] == []
+
+
 async def test_foreign_parts_are_reported_and_kept(play: Play, run_path: Path) -> None:
     assert play(path=run_path) == 0
     part = next((run_path / "trajectories").iterdir())
