@@ -495,9 +495,7 @@ class BaseEnv(ABC):
             logging.getLogger(name).setLevel(logging.WARNING)
         try:
             mode, config, servers = cls._parse(sys.argv[1:])
-            env = cls(config, servers)
-            work = {"serve": env.env_manager, "process": env.process_manager}
-            asyncio.run(work[mode]() if mode in work else env._run_evaluate())
+            asyncio.run(cls(config, servers)._run(mode))
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         except Exception as error:  # also of the environment's code
@@ -505,6 +503,13 @@ class BaseEnv(ABC):
                 raise
             print(f"error: {_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None
+
+    async def _run(self, mode: str) -> None:
+        work = {"serve": self.env_manager, "process": self.process_manager}
+        try:
+            await work.get(mode, self._run_evaluate)()
+        finally:  # connections that are left to the collector are closed in some other loop
+            await self.server.aclose()
 
     async def _run_evaluate(self) -> None:
         await self.setup()

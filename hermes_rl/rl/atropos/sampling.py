@@ -67,6 +67,10 @@ class Server:
         )
         self._failing = False
 
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
     async def call(self, kind: Literal["chat", "completion"], wanted: dict[str, Any]) -> Any:
         """Make a request of OpenAI's package, and return its answer."""
         wanted = {"model": self.config.model_name, **wanted}
@@ -203,6 +207,11 @@ class ServerManager:
         self.servers = [Server(APIServerConfig(**config.model_dump())) for config in listed]
         if not self.servers or not self.servers[0].config.base_url:
             raise UserError("no model server. Name one with --openai.base_url URL")
+
+    async def aclose(self) -> None:
+        """Close the connections to all servers."""
+        for server in self.servers:
+            await server.aclose()
 
     def _next(self) -> Server:
         return min(self.servers, key=lambda server: server.in_flight)
