@@ -7,6 +7,8 @@ which the machine has one.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import hashlib
 import os
 import secrets
@@ -122,6 +124,18 @@ def cluster() -> Iterator[dict[str, str]]:
     """One Ray for all tests that do not test its start, which costs ten seconds."""
     with ray_cluster() as environment:
         yield environment
+
+
+@pytest.fixture
+async def loop_reports() -> list[dict[str, Any]]:
+    """What the event loop of the test reports, such as errors that were never retrieved. What
+    earlier tests left to the garbage collector is gone before."""
+    reported: list[dict[str, Any]] = []
+    for _ in range(3):  # finalizers may start tasks
+        gc.collect()
+        await asyncio.sleep(0)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    return reported
 
 
 def group_of(nodeid: str) -> str:

@@ -201,10 +201,14 @@ async def test_an_interrupt_ends_the_wait_for_a_decision(rig: Any) -> None:
     from hermes_rl.errors import Interrupted
 
     control, start = Control(), time.monotonic()
-    asyncio.get_running_loop().call_later(0.5, control.interrupt)
+
+    async def interrupt_and_wait(request: ApprovalRequest) -> bool:
+        control.interrupt()
+        return await wait_for_ever(request)
+
     with pytest.raises(Interrupted):
         await rig.play(
-            {"run": REMOVE}, "done", control=control, approval=Approval("ask", wait_for_ever)
+            {"run": REMOVE}, "done", control=control, approval=Approval("ask", interrupt_and_wait)
         )
     assert time.monotonic() - start < 30
 

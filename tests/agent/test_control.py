@@ -29,12 +29,15 @@ def started(pipe: Path, action: Callable[[], None]) -> None:
 
 async def test_interrupt_ends_a_model_call_at_once(rig: Any) -> None:
     control = Control()
-    thread = threading.Timer(0.2, control.interrupt, ["stop"])
-    thread.start()
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, CallStarted):
+            threading.Timer(0.2, control.interrupt, ["stop"]).start()
+
+    rig.listener = on_event
     start = time.monotonic()
     with pytest.raises(Interrupted):
         await rig.play({"text": "late", "latency_s": 30}, control=control)
-    thread.join()
     assert time.monotonic() - start < 20
     assert control.message == "stop"
     assert [e.outcome for e in rig.log.events if hasattr(e, "outcome")] == ["cancelled"]

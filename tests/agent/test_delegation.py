@@ -13,6 +13,7 @@ from hermes_rl import load_run
 from hermes_rl.agent import PRESETS, Control, Delegation, IterationBudget, Limits
 from hermes_rl.errors import DiskFull, Interrupted, SandboxDied
 from hermes_rl.events import CallStarted, MessageAdded, SubagentEvent, SubagentStarted
+from hermes_rl.messages import AssistantMessage
 from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Limiter
 from hermes_rl.sandboxes import SandboxSpec, Subprocess
@@ -67,16 +68,16 @@ def rows(ran: Any) -> list[Any]:
 
 async def test_sub_agents_work_at_once_and_report_in_the_order_of_the_tasks(rig: Any) -> None:
     slow, quick = {"text": "slow", "latency_s": 1.5}, {"text": "quick", "latency_s": 1.0}
-    start = time.monotonic()
     ran = await play(rig, give([slow], [quick], [quick], [quick]), "done")
-    assert 1.9 < time.monotonic() - start < 4.4  # three at once, then the fourth
+    assert rig.server.peak_in_flight == 3  # three at once, then the fourth
     assert [(r["task"], r["status"], r["summary"]) for r in results(ran)] == [
         (1, "completed", "slow"),
         (2, "completed", "quick"),
         (3, "completed", "quick"),
         (4, "completed", "quick"),
     ]
-    assert ran.result.active_seconds < 1.4  # model seconds are not active time
+    model_seconds = ran.result.seconds - ran.result.active_seconds
+    assert model_seconds >= 2.0, "they are not active time"
     assert ran.results()[0].tool_ok
 
 
@@ -181,13 +182,13 @@ async def test_a_sub_agent_that_fails_hangs_or_runs_out_is_a_typed_result(rig: A
     hang = [{"run": "sleep 60", "latency_s": 1}, "never"]
     fault = [{"fault": "auth"}]
     start = time.monotonic()
-    switches = {"child_turns": 2, "child_timeout_s": 2, "summary_on_limit": False}
+    switches = {"child_turns": 2, "child_timeout_s": 4, "summary_on_limit": False}
     ran = await play(rig, give(loop, hang, fault, ["fine"]), "done", switches=switches)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 40
     found = results(ran)
     assert [r["status"] for r in found] == ["exhausted", "timeout", "failed", "completed"]
     assert [r["end_reason"] for r in found] == ["max_turns", "error", "error", "answered"]
-    assert "no end within 2 s" in found[1]["error"]
+    assert "no end within 4 s" in found[1]["error"]
     assert ran.results()[0].tool_ok is False
     assert ran.result.end_reason == "answered"
     row, children = ran.row(), rows(ran)
@@ -212,9 +213,25 @@ async def test_an_interrupt_reaches_sub_agents_within_a_second(rig: Any, hangs: 
         "in a model call": {"text": "late", "latency_s": 60},
         "in a tool": {"calls": [{"name": "wait", "arguments": {}}]},
     }[hangs]
-    control, ended = Control(), []
+    control, ended, at_work = Control(), list[float](), list[Any]()
     loop = asyncio.get_running_loop()
-    loop.call_later(1.5, lambda: (ended.append(time.monotonic()), control.interrupt()))
+
+    def listen(event: Any) -> None:
+        if hangs == "in a model call":
+            begins = isinstance(event, CallStarted) and event.agent != "main"
+        else:
+            message = getattr(getattr(event, "inner", None), "message", None)
+            begins = isinstance(message, AssistantMessage)
+        if begins:
+            at_work.append(event)
+            if len(at_work) == 2:
+                loop.call_later(0.3, interrupt)
+
+    def interrupt() -> None:
+        ended.append(time.monotonic())
+        control.interrupt()
+
+    rig.listener = listen
     with pytest.raises(Interrupted):
         await play(rig, give([step], [step]), "done", control=control, tools=tools)
     assert time.monotonic() - ended[0] < 20

@@ -256,9 +256,14 @@ async def test_an_interrupt_keeps_the_results_that_are_there(rig: Any) -> None:
     control = Control()
     tools = {"look": log.tool("look", parallel=True)}
     calls = [call("look", 1), call("look", 2, s=30), call("look", 3)]
-    asyncio.get_running_loop().call_later(2, control.interrupt)
+    running = asyncio.create_task(rig.play({"calls": calls}, control=control, tools=tools))
+    while not {"1-", "2+", "3-"} <= set(log.lines):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    for _ in range(20):  # what has ended is taken
+        await asyncio.sleep(0)
+    control.interrupt()
     with pytest.raises(Interrupted):
-        await rig.play({"calls": calls}, control=control, tools=tools)
+        await running
     results = [e for e in rig.log.events if isinstance(e, MessageAdded) and e.tool_ok is not None]
     assert results[0].message.content == "1"
     assert [e.synthetic for e in results] == [False, True, True]

@@ -14,7 +14,7 @@ from source_tree import PRODUCT, ROOT, imported_names, module_name, nodes_of, py
 HEAVY = ["ray", "pyarrow", "pandas", "pydantic", "aiohttp", "openai", "anthropic", "datasets"]
 
 
-def python(code: str, *arguments: str, timeout: float = 60) -> str:
+def python(code: str, *arguments: str) -> str:
     # With bytecode: without it, each child compiles the package again.
     env = {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
@@ -23,7 +23,6 @@ def python(code: str, *arguments: str, timeout: float = 60) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -253,7 +253,7 @@ async def test_sandboxes_over_images_leave_no_descriptor_open(
         return len(os.listdir("/proc/self/fd"))
 
     first = await descriptors()
-    assert [await descriptors() for _ in range(3)] == [first] * 3
+    assert max([await descriptors() for _ in range(3)]) <= first
 
 
 @pytest.mark.parametrize("way", ["{host}", "../../../../../../../..{host}"])

@@ -133,15 +133,15 @@ async def test_first_streamed_text_marks_the_endpoint_alive(kit, stage):
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_cancelled_call_of_a_silent_model_is_recorded(kit, stage, monkeypatch, full):
+async def test_cancelled_call_of_a_silent_model_is_recorded(
+    kit, stage, monkeypatch, full, loop_reports
+):
     """A full disk, which prevents that, is not reported by the event loop, with a traceback."""
 
     def record(event):
         if isinstance(event, CallEnded):
             raise e.DiskFull("the disk is full")
 
-    reported = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, about: reported.append(about))
     async with stage() as s:
         if full:
             monkeypatch.setattr(s.events, "record", record)
@@ -154,7 +154,7 @@ async def test_cancelled_call_of_a_silent_model_is_recorded(kit, stage, monkeypa
             await asyncio.wait_for(task, 30)
         del task
         gc.collect()
-        assert reported == []
+        assert loop_reports == []
         assert s.outcomes == ([] if full else ["cancelled"])
 
 

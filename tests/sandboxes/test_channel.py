@@ -59,6 +59,6 @@ async def test_garbage_ends_the_session(tmp_path: Path, garbage: bytes) -> None:
             while True:
                 theirs.send(b"x" * 65536)
         spent = time.process_time()
-        await asyncio.sleep(0.2)
-        assert time.process_time() - spent < 0.1
+        await asyncio.sleep(1.0)
+        assert time.process_time() - spent < 0.5  # a garbage collection may be in it
         shell.release()
