@@ -22,6 +22,7 @@ from batch_runner.worker import Reply, writer_name
 from hermes_rl.errors import DiskFull, HermesError, StoreError
 from hermes_rl.ports import WorkItem
 from hermes_rl.store import Driver, NotFenced
+from hermes_rl.text import many
 
 
 class WorkerLost(Exception):
@@ -437,7 +438,7 @@ class Dispatcher:
         try:
             receipts = await self._driver.recover_worker(writer, cause)
         except NotFenced as error:
-            self._listener.note(f"{error}. {len(units)} units wait for the next start")
+            self._listener.note(f"{error}. Left for the next start: {many(len(units), 'unit')}")
             for unit_id in units:
                 await source.leave_open(unit_id, str(error))
         except DiskFull as error:

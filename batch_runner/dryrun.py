@@ -23,6 +23,7 @@ from hermes_rl.config import RunConfig
 from hermes_rl.definitions import missing_tools
 from hermes_rl.evals import stats
 from hermes_rl.store import Ledger, RunDir, fetch_run, read_commits, refuse_changes
+from hermes_rl.text import many
 from hermes_rl.usage import cost_text
 
 LEVEL = 0.95
@@ -59,14 +60,14 @@ class Forecast:
     def lines(self) -> list[str]:
         """For people."""
         what = "resume" if self.exists else "new run"
-        how = f"{self.workers} Ray workers" if self.workers else "this process"
+        how = many(self.workers, "Ray worker") if self.workers else "this process"
         lines = [
-            f"{self.path}: {what}, {how}, {self.concurrency} rollouts at once",
-            f"{self.rows:,} rows ({self.bad_rows:,} bad), {self.units:,} units: "
+            f"{self.path}: {what}, {how}, {many(self.concurrency, 'rollout')} at once",
+            f"{many(self.rows, 'row')} ({self.bad_rows:,} bad), {many(self.units, 'unit')}: "
             f"{self.done:,} done, {self.given_up:,} given up, {self.open:,} to run",
         ]
         if self.left:
-            lines.append(f"{self.left:,} units of the run are no longer in the dataset")
+            lines.append(f"no longer in the dataset: {many(self.left, 'unit')} of the run")
         if self.images:
             lines.append(f"{self.images:,} images of task folders would be built")
         if self.journal:
@@ -107,7 +108,7 @@ class CostForecast:
 
     def lines(self) -> list[str]:
         """For people."""
-        begin = f"forecast from {self.ended:,} units, {self.open:,} still to run: "
+        begin = f"forecast from {many(self.ended, 'unit')}, {self.open:,} still to run: "
         if self.usd is None and self.tokens is None:
             return [f"{begin}too few have ended to say anything"]
         parts = ["cost unknown (calls without a price)"]

@@ -142,10 +142,14 @@ def joint_limits(
 
 
 class JointProgress:
-    """One display for several runs, with a line for each."""
+    """One display for several runs, with a line for each.
 
-    def __init__(self, display: Progress) -> None:
-        self.display = display
+    Args:
+        notes: those for all runs that were shown; extended.
+    """
+
+    def __init__(self, display: Progress, notes: set[str]) -> None:
+        self.display, self.notes = display, notes
         self._views: dict[str, View | None] = {}
 
     def of(self, name: str) -> Progress:
@@ -183,6 +187,11 @@ class _OneRun(Progress):
 
     def note(self, text: str) -> None:
         self._joint.display.note(f"{self._name}: {text}")
+
+    def note_for_all(self, text: str) -> None:
+        if text not in self._joint.notes:
+            self._joint.notes.add(text)
+            self._joint.display.note(text)
 
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
         self._joint.display.attempt(receipt, disposition)

@@ -529,6 +529,8 @@ class SharedRay:
     context."""
 
     def __init__(self) -> None:
+        self.notes: set[str] = set()
+        """Notes for all runs that were shown."""
         self._stack = ExitStack()
         self._started: list[Watchdog | None] = []
 

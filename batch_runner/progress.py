@@ -27,6 +27,7 @@ from hermes_rl.models import EMBEDDED
 from hermes_rl.models.rate import Coordinator, LaneSummary, Summary
 from hermes_rl.ports import Receipt
 from hermes_rl.store import Disposition
+from hermes_rl.text import many
 from hermes_rl.usage import UsageTotal, add_totals, cost_text
 
 if TYPE_CHECKING:
@@ -165,8 +166,7 @@ class Trouble:
         text = self.message or "does not answer"
         if self.endpoint not in text:
             text = f"{self.endpoint}{'' if text.startswith(_VERBS) else ':'} {text}"
-        calls = "call" if self.waiting == 1 else "calls"
-        parts = [text, f"{self.waiting:,} {calls} waiting"]
+        parts = [text, f"{many(self.waiting, 'call')} waiting"]
         if self.gives_up_at is not None:
             left = max(0.0, self.gives_up_at - time.time())
             parts.append(f"gives up in {f'{left:.0f} s' if left < 100 else f'{left / 60:.0f} min'}")
@@ -293,7 +293,7 @@ class View:
     def line(self) -> str:
         """`14/20 units  11 solved  0 failed  4 running | 24/min  0:15 left | ...`"""
         units = f"{self.ended:,}/{'' if self.complete else '~'}{self.units:,} units"
-        attempts = f" ({self.tally.failed:,} attempts)" if self.tally.failed else ""
+        attempts = f" ({many(self.tally.failed, 'attempt')})" if self.tally.failed else ""
         failed = f"{self.given_up:,} failed{attempts}"
         counts = [units, self._verdict(), failed, f"{self.running:,} running"]
         speed = [f"{self.rates.units_per_s * 60:.0f}/min"]
@@ -351,6 +351,10 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show one line to people."""
+
+    def note_for_all(self, text: str) -> None:
+        """Show one line, once for all runs of a command."""
+        self.note(text)
 
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
         """Show the end of an attempt."""

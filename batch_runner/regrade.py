@@ -54,6 +54,7 @@ from hermes_rl.store import (
 )
 from hermes_rl.task_folders import IMAGE_PREFIX
 from hermes_rl.tasks import LazyRow, Task
+from hermes_rl.text import many
 from hermes_rl.workspaces import WORKSPACES, Workspaces
 
 _ROWS_AT_ONCE = 64
@@ -119,7 +120,7 @@ class RegradeResult:
         ]
         if self.unscored:
             lines.append(
-                f"{self.unscored} groups could not be scored; the same command tries again"
+                f"{many(self.unscored, 'group')} could not be scored; the same command tries again"
             )
         if self.not_kept:
             lines.append(

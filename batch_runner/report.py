@@ -13,6 +13,7 @@ from hermes_rl.config import RunConfig
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.models.providers import DEFAULT_PROVIDER, resolve, shipped
+from hermes_rl.text import many
 from hermes_rl.usage import cost_text
 
 _FIX = "Fix the error above"
@@ -73,7 +74,7 @@ class Stop:
         status, _, more = text.partition(": ")
         reason = f" ({more.rstrip('.')})" if more else ""
         purpose = f" for {use}" if use else ""
-        return f"{status} from {host}{purpose}{reason}, {attempts} units tried"
+        return f"{status} from {host}{purpose}{reason}, {many(attempts, 'unit')} tried"
 
     def hint(self, config: RunConfig) -> str:
         """What to do before running the same command again."""
@@ -203,7 +204,9 @@ class Report:
         if unparsed := self.stats.get("calls", {}).get("suspected_unparsed"):
             lines.append(_unparsed_line(unparsed))
         if unsent := self.stats.get("calls", {}).get("unsent"):
-            refused = ", ".join(f"{name} ({rows:,} attempts)" for name, rows in unsent.items())
+            refused = ", ".join(
+                f"{name} ({many(rows, 'attempt')})" for name, rows in unsent.items()
+            )
             lines.append(f"warning: not sent, since the endpoint refused it: {refused}")
         lines += [text for lane in self.limits.get("rate_limits", ()) if (text := _limit(lane))]
         lines += [_budget(*item) for item in self.limits.get("budgets", {}).items()]
@@ -212,9 +215,13 @@ class Report:
         if self.given_up:
             lines.append(self._given_up_line())
         if self.left:
-            lines.append(f"{self.left} units are no longer in the dataset; their rows are kept")
+            lines.append(
+                f"no longer in the dataset: {many(self.left, 'unit')}, whose rows are kept"
+            )
         if self.bad_rows:
-            lines.append(f"{self.bad_rows} bad rows: see {self.path}/failures, or hermes-rl check")
+            lines.append(
+                f"{many(self.bad_rows, 'bad row')}: see {self.path}/failures, or hermes-rl check"
+            )
         lines.append(f"trajectories: {self.path}/trajectories/*.parquet")
         if self.stopped is not None:
             lines.append(self._stop_line())
@@ -232,7 +239,7 @@ class Report:
         share = (self.stats.get("cache") or {}).get("read_share")
         cached = f" ({share:.0%} cached)" if share else ""
         tokens = f"{_number(self.input_tokens)} in{cached}, {_number(self.output_tokens)} out"
-        unknown = f", {self.unknown_calls} calls unknown" if self.unknown_calls else ""
+        unknown = f", {many(self.unknown_calls, 'call')} unknown" if self.unknown_calls else ""
         known = self.stats.get("known_cost_usd") if self.cost_usd is None else self.cost_usd
         return f"tokens: {tokens}{unknown} | cost: {cost_text(known, self.unpriced_calls)}"
 
@@ -240,7 +247,7 @@ class Report:
         error = " ".join((self.given_up_error or "").split())[:300]
         why = f" (the last one: {error})" if error else ""
         more = f"hermes-rl show {self.path} --failed lists them, --retry-failed tries them again"
-        return f"given up: {self.given_up:,} units{why}; {more}"
+        return f"given up: {many(self.given_up, 'unit')}{why}; {more}"
 
     def _stop_line(self) -> str:
         if self.stopped == "interrupted":

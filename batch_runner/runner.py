@@ -69,6 +69,7 @@ from hermes_rl.store import (
     url_of,
     write_stats,
 )
+from hermes_rl.text import many
 from hermes_rl.wiring import reach
 
 if TYPE_CHECKING:
@@ -185,9 +186,10 @@ async def arun_jointly(
     Raises: as `arun_batch`, after the other runs have ended their rollouts.
     """
     limits, configs = await asyncio.to_thread(joint_limits, configs, budget_usd)
-    shown = JointProgress(progress or default_progress())
     with ExitStack() as stack:
-        joint = JointRuns(len(configs), limits, ray or stack.enter_context(SharedRay()))
+        ray = ray or stack.enter_context(SharedRay())
+        shown = JointProgress(progress or default_progress(), ray.notes)
+        joint = JointRuns(len(configs), limits, ray)
         joint.interrupts = stack.enter_context(catch_signals(joint.drain, joint.end_at_once))
         showing = asyncio.create_task(shown.show())
         runs = [
@@ -440,9 +442,9 @@ class _Run:
         workers = choose_workers(settings, small)
         self.settings = replace(settings, workers=workers)
         if workers:
-            self.progress.note(f"starting {workers} Ray workers")
+            self.progress.note(f"starting {many(workers, 'Ray worker')}")
         elif settings.workers is None:
-            self.progress.note(
+            self.progress.note_for_all(
                 f"running in this process: fewer than {SMALL_UNITS} units (--workers N starts Ray)"
             )
 
@@ -525,7 +527,7 @@ class _Run:
             self.source.halt(Stop(cause_of(closed.stop), closed.why))
         elif closed.unscored:
             self.progress.note(
-                f"{closed.unscored} groups could not be scored ({closed.why}); "
+                f"{many(closed.unscored, 'group')} could not be scored ({closed.why}); "
                 "the next start tries them again"
             )
 

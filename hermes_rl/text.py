@@ -126,6 +126,11 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters, and characters that change the direction of text."""
 
 
+def many(number: int, what: str) -> str:
+    """`1 task`, `2 tasks`."""
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
 def visible(text: str) -> str:
     """Escape control characters in texts of models and programs."""
     return _UNSEEN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from hermes_rl.text import many
+
 Int64 = Annotated[int, msgspec.Meta(extra={"arrow": "int64"})]
 """A whole number whose Parquet column has 64 bits; the columns of other ones have 32."""
 
@@ -93,5 +95,5 @@ def cost_text(cost_usd: float | None, unpriced_calls: int) -> str:
     """A cost; `unpriced` where no price is known."""
     if cost_usd is None or (not cost_usd and unpriced_calls):
         return "unpriced"
-    more = f" + {unpriced_calls} calls unpriced" if unpriced_calls else ""
+    more = f" + {many(unpriced_calls, 'call')} unpriced" if unpriced_calls else ""
     return f"${cost_usd:,.2f}{more}" if cost_usd >= 0.01 or not cost_usd else f"<$0.01{more}"

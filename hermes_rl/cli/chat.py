@@ -29,6 +29,7 @@ from hermes_rl.errors import ExitCode, HermesError, UserError
 from hermes_rl.input_errors import did_you_mean
 from hermes_rl.messages import AssistantMessage, ToolCall, ToolMessage, parse_arguments, text_of
 from hermes_rl.sessions import SessionInfo, SessionStore, default_store_path
+from hermes_rl.text import many
 from hermes_rl.tools import SKILLS, Approval, ApprovalRequest, Mode, open_skills, resolve
 
 _TICK_S = 0.5
@@ -500,7 +501,7 @@ class Chat:
     def usage(self, _: str) -> None:
         totals = self.totals
         known = f"; usage of {totals.unknown} unknown" if totals.unknown else ""
-        self.screen.line(f"{totals.calls} calls{known}, {totals.cost()}")
+        self.screen.line(f"{many(totals.calls, 'call')}{known}, {totals.cost()}")
         self.screen.line(f"{totals.input_tokens:,} tokens in, {totals.output_tokens:,} out")
         self.screen.line(f"{totals.context:,} tokens in the last prompt")
         self.screen.line(f"session {self.agent.session_id}", "dim")
@@ -510,7 +511,9 @@ class Chat:
         done = self._answer(lambda: {"compressed": self.agent.compress()})
         if done is not None and done["compressed"] is None:
             paid = self.totals.calls - before
-            self.screen.line(f"nothing can be left out{f' ({paid} calls)' if paid else ''}")
+            self.screen.line(
+                "nothing can be left out" + (f" ({many(paid, 'call')})" if paid else "")
+            )
 
     def resume(self, wanted: str) -> None:
         if not wanted:

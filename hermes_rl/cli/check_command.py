@@ -15,6 +15,7 @@ import typer
 from hermes_rl.cli.run_command import parse_column_map
 from hermes_rl.errors import ExitCode, HermesError, UserError
 from hermes_rl.store import fetch_run, is_run, url_of
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     from hermes_rl.tasks import TaskRow
@@ -171,7 +172,7 @@ def _print_faults(faults: list[str]) -> None:
 
 def _dataset_line(dataset: str, result: dict[str, Any]) -> str:
     parts = [
-        f"{result['rows']:,} rows",
+        many(result["rows"], "row"),
         f"{len(result['bad']):,} bad",
         f"{result['verified']:,} with a verifier",
         f"{result['oracles']:,} with an oracle",
@@ -229,7 +230,7 @@ def _check_run(path: Path, target: str, changed: list[str], repair: bool, as_jso
     try:
         stats = load_run(path).stats
     except (HermesError, OSError, ValueError) as error:  # damaged: see the faults
-        why = f"{target}: cannot be added up ({error}); {len(faults) or 'no'} faults"
+        why = f"{target}: cannot be added up ({error}); {_faults(len(faults))}"
         faults = faults or [why]
     if as_json:
         print(json.dumps({"faults": faults, "stats": stats}, ensure_ascii=False))
@@ -266,18 +267,23 @@ def _check_secrets(path: Path, as_json: bool) -> int:
     else:
         _print_faults(found)
         note = f"; {archives:,} archives of workspaces were not searched" if archives else ""
-        print(f"{path}: {len(found) or 'no'} secrets found{note}")
+        print(f"{path}: {many(len(found), 'secret') if found else 'no secrets'} found{note}")
     return ExitCode.DONE if not found else ExitCode.BAD_INPUT
+
+
+def _faults(number: int) -> str:
+    return many(number, "fault") if number else "no faults"
 
 
 def _usage_line(path: str, stats: dict[str, Any], faults: int) -> str:
     tokens, calls = stats["tokens"], stats["calls"]
     unknown = calls["unknown"]
-    bound = "" if not unknown else f"; {unknown} calls of unknown usage"
+    bound = "" if not unknown else f"; {many(unknown, 'call')} of unknown usage"
     if unparsed := calls.get("suspected_unparsed"):
         bound += f"; {unparsed:,} answers look like tool calls that were not parsed"
+    units = stats["units"]
     return (
-        f"{path}: {stats['units']['done']:,} units done, {stats['units']['given_up']:,} given up, "
-        f"{calls['total']:,} calls, {tokens['input_tokens'] or 0:,} in, "
-        f"{tokens['output_tokens'] or 0:,} out{bound}; {faults or 'no'} faults"
+        f"{path}: {many(units['done'], 'unit')} done, {units['given_up']:,} given up, "
+        f"{many(calls['total'], 'call')}, {tokens['input_tokens'] or 0:,} in, "
+        f"{tokens['output_tokens'] or 0:,} out{bound}; {_faults(faults)}"
     )

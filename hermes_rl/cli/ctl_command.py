@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.text import many
 
 
 def command(
@@ -49,9 +50,9 @@ def command(
         print(json.dumps(state))
         return ExitCode.DONE
     budget = f", budget ${state['budget_usd']:g}" if state["budget_usd"] is not None else ""
-    again = f", {state['requeued']} units run again" if "requeued" in state else ""
+    again = f", {many(state['requeued'], 'unit')} to run again" if "requeued" in state else ""
     print(
-        f"{run}: {state['state']}, {state['running']} rollouts in flight, "
+        f"{run}: {state['state']}, {many(state['running'], 'rollout')} in flight, "
         f"at most {state['concurrency']}{budget}{again}"
     )
     return ExitCode.DONE

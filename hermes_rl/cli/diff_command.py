@@ -10,6 +10,7 @@ import typer
 
 from hermes_rl.cli import render
 from hermes_rl.errors import ExitCode
+from hermes_rl.text import many
 
 _TASKS = 20
 """Tasks that are listed, at most; all are in --json."""
@@ -45,9 +46,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
     tasks = found["tasks"]
     for key, text in (("only_a", f"only in {names[0]}"), ("only_b", f"only in {names[1]}")):
         if tasks[key]:
-            lines.append(f"{len(tasks[key])} tasks {text}: {_listed(tasks[key])}")
+            lines.append(f"{many(len(tasks[key]), 'task')} {text}: {_listed(tasks[key])}")
     if tasks["edited"]:
-        lines.append(f"{len(tasks['edited'])} tasks with other content: {_listed(tasks['edited'])}")
+        lines.append(
+            f"{many(len(tasks['edited']), 'task')} with other content: {_listed(tasks['edited'])}"
+        )
     for name in ("prompt", "tools"):
         changed = [f"  {sign} {text}" for sign, text in found[name] if sign != " "]
         lines += [f"{name} of the first common task:", *changed] if changed else []

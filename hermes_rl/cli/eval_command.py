@@ -23,6 +23,7 @@ import typer
 
 from hermes_rl.cli import run_command as run
 from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     from batch_runner import Report, SharedRay
@@ -87,8 +88,9 @@ def _run_rounds(evaluation: _Evaluation, values: dict[str, Any], ray: SharedRay)
             return int(ExitCode.DONE)
         if size >= LEAST_TASKS and _is_narrow(evaluation, size, values["width"]):
             break
-    _report(evaluation, size, as_json=values["as_json"])
-    return int(ExitCode.DONE)
+    if unscored := _report(evaluation, size, as_json=values["as_json"]):
+        _note([f"{', '.join(unscored)}: no unit was graded, so there is no score (exit 1)"])
+    return int(ExitCode.GIVEN_UP if unscored else ExitCode.DONE)
 
 
 command = run.make_command(
@@ -380,7 +382,7 @@ def _run_round(
     alone = [{m: sized.pop(m)} for m in evaluation.configs if m in LOCAL_MODELS]
     for configs in (sized, *alone) if sized else alone:
         progress = default_progress()
-        progress.note(f"{', '.join(configs)}: {size:,} of {evaluation.tasks:,} tasks")
+        progress.note(f"{', '.join(configs)}: {size:,} of {many(evaluation.tasks, 'task')}")
         running = arun_jointly(configs, progress=progress, budget_usd=max_usd, ray=ray)
         yield from run_sync(running).values()
 
@@ -425,7 +427,11 @@ def _summaries(evaluation: _Evaluation, size: int) -> tuple[list[Summary], list[
     runs = [load_run(config.run.out or "") for config in evaluation.configs.values()]
     summaries = [summary(one, tasks=tasks) for one in runs]
     graded = [one for one, found in zip(runs, summaries, strict=True) if found.tasks]
-    return summaries, compare_all(graded, tasks=tasks) if len(graded) > 1 else []
+    try:
+        return summaries, compare_all(graded, tasks=tasks) if len(graded) > 1 else []
+    except UserError as error:  # the scores are worth printing nevertheless
+        _note([f"not compared: {error}"])
+        return summaries, []
 
 
 def _first_tasks(evaluation: _Evaluation, size: int) -> frozenset[str] | None:
@@ -450,7 +456,7 @@ def _grouped_lines(evaluation: _Evaluation, size: int, result: dict[str, Any]) -
             line = f"{model}: {column} {row[column]}: solved {row['solved']:.0%}"
             if row["tasks"] > 1:
                 line += f" (95 % interval {row['solved_low']:.0%} to {row['solved_high']:.0%})"
-            lines.append(f"{line} over {row['tasks']:,} tasks, {row['units']:,} units")
+            lines.append(f"{line} over {many(row['tasks'], 'task')}, {many(row['units'], 'unit')}")
     return lines
 
 
@@ -479,8 +485,7 @@ def _ungraded_lines(evaluation: _Evaluation, summaries: Iterable[Summary]) -> It
     for (model, config), found in zip(evaluation.configs.items(), summaries, strict=True):
         if not found.never_graded:
             continue
-        units = "unit" if found.never_graded == 1 else "units"
-        text = f"{model}: {found.never_graded:,} {units} without a reward"
+        text = f"{model}: {many(found.never_graded, 'unit')} without a reward"
         if found.failures.empty:
             yield f"{text}: give the tasks a 'score' or 'verify' (docs/scoring.md)"
         else:
@@ -491,7 +496,8 @@ def _ungraded_lines(evaluation: _Evaluation, summaries: Iterable[Summary]) -> It
             )
 
 
-def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
+def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> list[str]:
+    """Write and print the result. Returns the models without a score."""
     from hermes_rl.rl import SUMMARY_METRICS
 
     summaries, comparisons = _summaries(evaluation, size)
@@ -511,16 +517,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
             }
             for model, found in zip(evaluation.configs, summaries, strict=True)
         },
-        "comparisons": [
-            {
-                "a": pair.a,
-                "b": pair.b,
-                "difference": _finite(pair.difference),
-                "p_value": pair.p_value,
-                "verdict": pair.verdict,
-            }
-            for pair in comparisons
-        ],
+        "comparisons": [_comparison_fields(pair) for pair in comparisons],
     }
     grouped = _grouped_lines(evaluation, size, result)
     metrics = _env_metrics(evaluation)
@@ -528,9 +525,12 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
         result["models"][model]["metrics"] = found_metrics
     place = evaluation.root / f"{evaluation.prefix}evaluation.json"
     place.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    scored = zip(evaluation.configs, summaries, strict=True)
+    unscored = [model for model, found in scored if not found.tasks]
     if as_json:
+        _note(_ungraded_lines(evaluation, summaries))
         print(json.dumps(result))
-        return
+        return unscored
     lines = [str(found) for found in summaries]
     lines += _ungraded_lines(evaluation, summaries)
     lines += [found.shares for found in summaries if found.tasks]
@@ -551,6 +551,17 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> None:
             f"published: {evaluation.about['published']}",
         ]
     run.print_lines([*lines, f"runs: {evaluation.root}"])
+    return unscored
+
+
+def _comparison_fields(pair: Comparison) -> dict[str, Any]:
+    return {
+        "a": pair.a,
+        "b": pair.b,
+        "difference": _finite(pair.difference),
+        "p_value": pair.p_value,
+        "verdict": pair.verdict,
+    }
 
 
 def _env_metrics(evaluation: _Evaluation) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 
 from hermes_rl.cli.render import visible
 from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     from hermes_rl.export import Report
@@ -96,7 +97,7 @@ def _export_tasks(dataset: str, out: str | None, image: str | None) -> int:
 
     folder = Path(out or f"{dataset_name(dataset)}-tasks")
     report = harbor_tasks.export_tasks(dataset, folder, image or harbor_tasks.IMAGE)
-    print(f"{report.out}: {report.written:,} tasks, {len(report.left_out):,} left out")
+    print(f"{report.out}: {many(report.written, 'task')}, {len(report.left_out):,} left out")
     for line in report.left_out:
         print(f"  {visible(line)}")
     return ExitCode.DONE
@@ -122,7 +123,7 @@ def _format_report(report: Report) -> str:
     from hermes_rl.export import LEFT_OUT, LOST
 
     lines = [
-        f"{report.out}: {report.samples:,} samples of {report.rollouts:,} rollouts,"
+        f"{report.out}: {many(report.samples, 'sample')} of {many(report.rollouts, 'rollout')},"
         f" {report.trained:,} {report.unit} to train on"
     ]
     lines += [f"  left out {n:>8,}  {LEFT_OUT[key]}" for key, n in report.left_out.items()]

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from hermes_rl.errors import ExitCode, UserError
+from hermes_rl.text import many
 
 
 def command(
@@ -38,5 +39,7 @@ def command(
     if as_json:
         print(msgspec.json.encode(report).decode())
     else:
-        print(f"{report.run}: {report.rollouts:,} rollouts. Look: hermes-rl show {report.run}")
+        print(
+            f"{report.run}: {many(report.rollouts, 'rollout')}. Look: hermes-rl show {report.run}"
+        )
     return ExitCode.DONE

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hermes_rl.record import replacements
+from hermes_rl.text import many
 from hermes_rl.text import visible as visible
 
 Row = Mapping[str, Any]
@@ -134,7 +135,7 @@ def headline(row: Row) -> str:
         f"{row['task_id']} #{row['repeat']}",
         f"reward {reward(row['reward'])}",
         ended,
-        f"{row['turns']} turn{'s' if row['turns'] != 1 else ''}",
+        many(row["turns"], "turn"),
         f"{number(usage['input_tokens'])} in, {number(usage['output_tokens'])} out",
         seconds(timing["total_s"]),
     )
@@ -272,10 +273,10 @@ def totals(rows: Sequence[Row]) -> str:
     graded = sum(r["reward"] is not None for r in final)
     of_what = f"{solved} of {graded} solved, " if graded else "not graded, " if final else ""
     lines = [
-        f"{of_what}{sum(r['turns'] for r in rows):,} turns, {spent}"
-        + (f", {unknown} calls of unknown usage" if unknown else "")
+        f"{of_what}{many(sum(r['turns'] for r in rows), 'turn')}, {spent}"
+        + (f", {many(unknown, 'call')} of unknown usage" if unknown else "")
         + f", cost {cost(usd, unpriced)}"
-        + (f"; {failed} attempts without a verdict" if failed else "")
+        + (f"; {many(failed, 'attempt')} without a verdict" if failed else "")
     ]
     parts = ("sandbox_s", "model_s", "tool_s", "waiting_s", "verify_s")
     by_part = {p: sum((r["timing"] or {}).get(p) or 0.0 for r in rows) for p in parts}
@@ -296,5 +297,9 @@ def models(rows: Sequence[Row]) -> str:
 def cost(usd: float, unpriced: int) -> str:
     """The known cost, and the number of calls without a price."""
     if unpriced:
-        return f"unpriced ({unpriced:,} calls)" if not usd else f"${usd:.4f} + {unpriced} unpriced"
+        return (
+            f"unpriced ({many(unpriced, 'call')})"
+            if not usd
+            else f"${usd:.4f} + {unpriced} unpriced"
+        )
     return f"${usd:.4f}"

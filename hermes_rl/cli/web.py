@@ -17,6 +17,7 @@ from typing import Any
 from hermes_rl.cli import render
 from hermes_rl.images import with_images
 from hermes_rl.store import document
+from hermes_rl.text import many
 
 Row = Mapping[str, Any]
 
@@ -52,7 +53,7 @@ def run_page(name: str, rows: Sequence[Row], notes: Iterable[str]) -> str:
     )
     below = "<br>".join(escape(line) for note in notes for line in note.splitlines())
     table = f'<table class="units">\n<tr>{cells}</tr>\n{body}\n</table>\n<p>{below}</p>'
-    return document(name, f"{len(rows):,} attempts", table, _STYLE)
+    return document(name, many(len(rows), "attempt"), table, _STYLE)
 
 
 def trajectory_page(row: Row) -> str:

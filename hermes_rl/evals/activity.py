@@ -19,7 +19,8 @@ from hermes_rl.evals.plots import (
     short,
     title,
 )
-from hermes_rl.evals.summaries import many, task_scores
+from hermes_rl.evals.summaries import task_scores
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +78,7 @@ def plot_tools(run: Run) -> Plot:
     axes.barh(places, frame["ok"], color=BLUE, height=0.6, label="successful")
     axes.barh(places, frame["errors"], left=frame["ok"], color=ORANGE, height=0.6, label="failed")
     for place, (calls, seconds) in enumerate(zip(frame["calls"], frame["seconds"], strict=True)):
-        text = f"{calls:,} calls, {seconds / max(calls, 1):.2g} s each"
+        text = f"{many(calls, 'call')}, {seconds / max(calls, 1):.2g} s each"
         axes.annotate(
             text, (calls, place), (5, 0), textcoords="offset points", va="center", fontsize=8,
             color=FAINT,
@@ -87,7 +88,7 @@ def plot_tools(run: Run) -> Plot:
     axes.set_xlabel("calls")
     count_axis(axes.xaxis)
     put_legend(figure, axes)
-    title(axes, f"{short(run.path.name, 28)}: tool calls", f"{int(frame['calls'].sum()):,} calls")
+    title(axes, f"{short(run.path.name, 28)}: tool calls", many(int(frame["calls"].sum()), "call"))
     return Plot(figure, frame)
 
 

@@ -25,7 +25,8 @@ from hermes_rl.evals.plots import (
     title,
 )
 from hermes_rl.evals.stats import share_interval
-from hermes_rl.evals.summaries import many, task_scores
+from hermes_rl.evals.summaries import task_scores
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -223,7 +224,7 @@ def plot_endings(*runs: Run) -> Plot:
     axes.set_xlabel("attempts")
     count_axis(axes.xaxis)
     put_legend(figure, axes)
-    title(axes, "How attempts ended", f"{int(frame.to_numpy().sum()):,} attempts")
+    title(axes, "How attempts ended", many(int(frame.to_numpy().sum()), "attempt"))
     return Plot(figure, frame)
 
 

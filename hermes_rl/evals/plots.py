@@ -11,7 +11,8 @@ import numpy as np
 
 from hermes_rl.errors import UserError
 from hermes_rl.evals.stats import Interval, share_interval, wilson
-from hermes_rl.evals.summaries import many, task_scores
+from hermes_rl.evals.summaries import task_scores
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +37,7 @@ class Plot(NamedTuple):
     frame: pd.DataFrame
 
     def __repr__(self) -> str:
-        return f"Plot of {len(self.frame)} rows: {', '.join(map(str, self.frame.columns))}"
+        return f"Plot of {many(len(self.frame), 'row')}: {', '.join(map(str, self.frame.columns))}"
 
     def _repr_png_(self) -> bytes:
         data = BytesIO()
@@ -307,4 +308,4 @@ def _only(shown: int, there: int, which: str) -> str:
 
 
 def _left_out(unknown: int) -> str:
-    return "" if not unknown else f"; {unknown} calls of unknown usage left out"
+    return "" if not unknown else f"; {many(unknown, 'call')} of unknown usage left out"

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from hermes_rl.errors import UserError
 from hermes_rl.evals import stats
 from hermes_rl.evals.stats import Interval, VarianceSplit
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,11 +36,6 @@ ROUNDING = 1e-12
 _KEYS = ["task_id", "task_hash"]
 _UNITS = [*_KEYS, "unit_id", "reward", "turns", "truncated", "attempt"]
 _FAILURES = [*_KEYS, "unit_id", "owner", "cause", "error"]
-
-
-def many(number: int, what: str) -> str:
-    """`1 task`, `2 tasks`."""
-    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 class Bounds(NamedTuple):
@@ -197,7 +193,9 @@ def _clusters(run: Run, per_task: pd.DataFrame, by: str | None) -> list[str] | N
     found = {task: str(data[by]) for task, data in pairs if isinstance(data, dict) and by in data}
     absent = sorted(set(per_task["task_hash"]) - found.keys())
     if absent:
-        raise UserError(f"{run.path.name}: {len(absent)} tasks have no '{by}' in their metadata")
+        raise UserError(
+            f"{run.path.name}: {many(len(absent), 'task')} without '{by}' in the metadata"
+        )
     return [found[task] for task in per_task["task_hash"]]
 
 

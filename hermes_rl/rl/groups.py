@@ -19,6 +19,7 @@ from hermes_rl.record import Call
 from hermes_rl.rl import advantages
 from hermes_rl.rl.rewards import Rewards
 from hermes_rl.store import Group, Ledger, Metric, Run
+from hermes_rl.text import many
 from hermes_rl.usage import UsageTotal
 
 if TYPE_CHECKING:
@@ -269,7 +270,8 @@ class RolloutStats:
         turns = "?" if self.mean_turns is None else f"{self.mean_turns:.1f}"
         tokens = "?" if self.mean_tokens is None else f"{self.mean_tokens:,.0f}"
         endings = ", ".join(f"{name} {count}" for name, count in self.endings.items())
-        return f"{self.count:,} rollouts, {turns} turns and {tokens} tokens on average ({endings})"
+        count = many(self.count, "rollout")
+        return f"{count}, {turns} turns and {tokens} tokens on average ({endings})"
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,9 @@ class GroupReport:
                 "Where workspaces are kept, env regrade can judge them later"
             )
         if self.unscored:
-            lines.append(f"unscored: {self.unscored:,} groups; the next start tries them again")
+            lines.append(
+                f"unscored: {many(self.unscored, 'group')}; the next start tries them again"
+            )
         return lines
 
 

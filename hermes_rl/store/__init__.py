@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         read_commit,
         read_commits,
         rows_of,
+        size_fault,
         write_commit,
     )
     from hermes_rl.store.compaction import Compacted, merge_batches

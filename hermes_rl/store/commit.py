@@ -104,7 +104,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     summary: Summary
 
 
+class _PartsOnly(msgspec.Struct):
+    parts: list[Part]
+
+
 _decode_commit = msgspec.json.Decoder(Commit).decode
+_decode_parts = msgspec.json.Decoder(_PartsOnly).decode
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,6 +274,26 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
         return "is missing, but its batch is committed"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    return None
+
+
+def size_fault(run_dir: RunDir, known: dict[str, list[Part]]) -> str | None:
+    """The first part that is missing or has another size than was committed, and the fault; None
+    without one. Reads no part, so that it is quick.
+
+    Args:
+        known: stem -> the parts of commits that were read before; extended.
+
+    Raises: StoreError for a commit that cannot be read.
+    """
+    for stem in run_dir.commit_stems():
+        if stem not in known:
+            known[stem] = run_dir.read(
+                f"commits/{stem}.json", lambda data: _decode_parts(check_digest(data)).parts
+            )
+        for part in known[stem]:
+            if fault := part_fault(run_dir, stem, part):
+                return f"{find_part(run_dir, stem, part)[0]} {fault}"
     return None
 
 

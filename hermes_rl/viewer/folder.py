@@ -17,7 +17,16 @@ import pyarrow.compute as pc
 from batch_runner import read_manifest
 from hermes_rl.errors import StoreError, UserError
 from hermes_rl.record import replacements
-from hermes_rl.store import Run, decode_row, find_driver, in_flight, is_run, load_run, local_run
+from hermes_rl.store import (
+    Run,
+    decode_row,
+    find_driver,
+    in_flight,
+    is_run,
+    load_run,
+    local_run,
+    size_fault,
+)
 from hermes_rl.viewer.index import RunIndex
 
 Plain = dict[str, Any]
@@ -82,6 +91,8 @@ class RunFolder:
         self._indices: dict[str, RunIndex] = {}
         self._live: dict[str, tuple[float, int]] = {}
         self._checked: set[Path] = set()
+        self._parts: dict[str, dict[str, list[Any]]] = {}
+        """Run -> stem -> what was committed, while its files are as committed."""
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -140,6 +151,8 @@ class RunFolder:
             row["in_flight"] = self._in_flight(name, run) if driver is not None else 0
             row["trouble"] = list(manifest.get("trouble", ())) if driver is not None else []
             row["state"] = _state(row, live=driver is not None, ended=stats is not None)
+            if driver is None and (fault := self._fault(name, run)):
+                row |= {"state": "damaged", "error": f"{fault}. See hermes-rl check {path}"}
         except Exception as error:  # one damaged run, of any kind, must not hide the others
             row |= {"state": "damaged", "started_at": None, "error": str(error)}
         return row
@@ -157,6 +170,13 @@ class RunFolder:
         stored, found = _counts(stats), self._counts_of(name)
         same = all(stored[key] == found[key] for key in ("done", "failed_attempts"))
         return stats if same else None
+
+    def _fault(self, name: str, run: Run) -> str | None:
+        """A file of the run that is missing or has another size than was committed."""
+        fault = size_fault(run.run_dir, self._parts.setdefault(name, {}))
+        if fault is not None:
+            del self._parts[name]  # a repair changes commits
+        return fault
 
     def _counts_of(self, name: str) -> Plain:
         """Counts of a run without current statistics: it is in progress, or was killed."""

@@ -306,7 +306,7 @@ async def test_units_of_an_unfenced_worker_wait_for_the_next_start() -> None:
     assert len(scenario.left_open) == 1
     assert {*scenario.received, *scenario.left_open} == {item(n).unit_id for n in range(6)}
     assert scenario.faults == []
-    assert any("1 units wait for the next start" in note for note in scenario.notes)
+    assert any("Left for the next start: 1 unit" in note for note in scenario.notes)
 
 
 async def test_a_damaged_journal_stops_the_run_after_running_rollouts() -> None:

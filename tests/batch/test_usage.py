@@ -294,7 +294,7 @@ async def test_unknown_calls_of_a_fallback_count_with_the_price_of_the_fallback(
     assert list(row_faults("trajectories", final, {})) == []
     known = report.stats["known_cost_usd"]
     assert known == pytest.approx(answered[0]["cost_usd"], abs=1e-6)
-    assert "cost: <$0.01 + 1 calls unpriced" in report.lines()[1]
+    assert "cost: <$0.01 + 1 call unpriced" in report.lines()[1]
     budgets = json.loads((tmp_path / "run" / "manifest.json").read_bytes())["budgets"]
     before = sum_earlier_spending(
         RunDir(tmp_path / "run"), budgets_of(config), Prices(config).worst

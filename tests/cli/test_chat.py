@@ -289,7 +289,7 @@ def test_one_question_prints_the_answer_alone(place: Place) -> None:
     assert "Traceback" not in down.stderr
     lines = place.ask(typed="first\n/usage\nsecond\n")
     assert lines.returncode == 0
-    assert "1 calls" in lines.stdout
+    assert "1 call, " in lines.stdout
 
 
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}])

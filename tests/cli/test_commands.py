@@ -100,7 +100,7 @@ def test_output_is_escaped_for_an_ascii_terminal(tmp_path: Path) -> None:
     env = {"PYTHONIOENCODING": "ascii"}
     result = run_process("check", "größe.jsonl", cwd=tmp_path, env=env)
     assert result.code == 2
-    assert result.out.startswith("gr\\u00f6\\u00dfe.jsonl: 1 rows, 1 bad")
+    assert result.out.startswith("gr\\u00f6\\u00dfe.jsonl: 1 row, 1 bad")
     # JSON output stays valid JSON.
     program = run_process("check", "größe.jsonl", "--json", cwd=tmp_path, env=env)
     assert program.json()["bad"][0].startswith("größe.jsonl:1: 'setup' is not")

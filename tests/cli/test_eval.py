@@ -65,7 +65,8 @@ def test_mistakes_are_named(tmp_path: Path, base_url: str) -> None:
     write_rows(tmp_path / "my.jsonl", judged, {"prompt": "Greet me.", "score": {"type": "exac"}})
     command = ("eval", "my.jsonl", "--base-url", base_url, "--workers", "0", "--toolsets", "none")
     done = run_cli(*command, "--model", "a", cwd=tmp_path)
-    assert done.code == 0, done.err
+    assert done.code == 1, done.err
+    assert done.err.endswith("a: no unit was graded, so there is no score (exit 1)\n")
     assert "a: 2 units without a reward (the last failure: TaskFault: " in done.out
     assert "hermes-rl show runs/eval-my/a --failed lists them" in done.out
     assert "1 of 2 rows are bad and get no reward: my.jsonl: row 2: " in done.err
@@ -75,6 +76,15 @@ def test_mistakes_are_named(tmp_path: Path, base_url: str) -> None:
         two = run_cli(*command, *(f"--model={name}" for name in names), cwd=tmp_path)
         assert two.code == 2
         assert f"--model {names[0]} and --model {names[1]} would share the run dir" in two.err
+
+    graded = {"id": "g", "prompt": "Greet me.", "score": {"type": "exact", "target": "x"}}
+    write_rows(tmp_path / "my.jsonl", graded, judged)
+    command = ("eval", "my.jsonl", "--base-url", base_url, "--toolsets", "none", "--out", "partly")
+    partly = run_cli(*command, "--model", "a", "--model", "b", "--json", cwd=tmp_path)
+    assert partly.code == 0, partly.err
+    assert "b: 1 unit without a reward (the last failure: " in partly.err
+    assert partly.err.count("running in this process") == 1
+    assert partly.json()["comparisons"][0]["difference"][0] == 0
 
 
 def test_max_usd_is_a_cap_for_all_models_and_starts(tmp_path: Path, base_url: str) -> None:

@@ -95,7 +95,7 @@ def test_unknown_usage_is_not_drawn_as_zero() -> None:
     mixed = run()
     mixed.calls.loc[0, ["input_tokens", "output_tokens"]] = np.nan
     note = evals.plot_tokens(mixed).figure.axes[0].texts[-1].get_text()
-    assert "1 calls of unknown usage left out" in note
+    assert "1 call of unknown usage left out" in note
 
 
 def test_an_ungraded_run_cannot_be_plotted() -> None:

@@ -168,7 +168,7 @@ def test_errors_are_clustered_by_a_column() -> None:
     assert clustered.solved.mean == alone.solved.mean == 0.5
     assert alone.solved.low > 0.39
     assert clustered.solved.low < 0.1, "four repositories, not a hundred tasks"
-    with pytest.raises(UserError, match="100 tasks have no 'author' in their metadata"):
+    with pytest.raises(UserError, match="100 tasks without 'author' in the metadata"):
         summary(run("r", rewards), by="author")
 
 

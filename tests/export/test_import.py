@@ -369,7 +369,7 @@ def test_the_commands_import_and_export(
 
     write(tmp_path / "old.jsonl", ROW)
     done = hermes_rl("import", "old.jsonl", "--from", "hermes")
-    assert done[:2] == (0, "runs/old: 1 rollouts. Look: hermes-rl show runs/old\n"), done
+    assert done[:2] == (0, "runs/old: 1 rollout. Look: hermes-rl show runs/old\n"), done
     code, _, err = hermes_rl("import", "old.jsonl", "--from", "hermes")
     assert code == 2
     assert "exists already" in err
@@ -377,7 +377,7 @@ def test_the_commands_import_and_export(
     assert report["lost"] == {"reasoning": 1}
     assert report["out"] == "runs/old/exports/openai.jsonl"
     out = hermes_rl("export", "runs/old", "--to", "openai", "--end-reason", "answered")[1]
-    assert "1 samples of 1 rollouts, 2 messages to train on" in out
+    assert "1 sample of 1 rollout, 2 messages to train on" in out
     assert "1  messages with reasoning text" in out
     assert "prime-rl" in hermes_rl("export", "runs/old", "--to", "list")[1]
     bad = hermes_rl("export", "runs/old", "--to", "trl", "--end-reason", "bored")[2]

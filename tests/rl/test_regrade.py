@@ -455,7 +455,7 @@ def test_the_command_finds_an_environment_in_the_working_directory(lab: Lab) -> 
     graded = call("regrade", "run", *best)
     assert (graded.returncode, graded.stderr) == (1, "")
     assert "12 graded" in graded.stdout
-    assert "1 groups could not be scored" in graded.stdout
+    assert "1 group could not be scored" in graded.stdout
     stopped = call("regrade", "run", "--set", "model.name=other")
     assert stopped.returncode == 2
     assert "below 'env' and 'endpoint', and budgets" in stopped.stderr

@@ -90,7 +90,7 @@ def test_figures_of_report_html() -> None:
     assert figures["tokens in"] == "12,345"
     assert figures["tokens out"] == "unknown"
     assert figures["of unknown usage"] == "2"
-    assert figures["cost"] == "$1.25 + 1 calls unpriced"
+    assert figures["cost"] == "$1.25 + 1 call unpriced"
     assert read.texts["p"] == ["0 of 6 units done, 6 open. All starts of this run together."]
     assert list(zip(read.texts["th"], read.texts["td"], strict=True)) == [
         *(("to 0.5", "1"), ("to 0.6", "0"), ("to 0.7", "0"), ("to 0.8", "0"), ("to 0.9", "0")),

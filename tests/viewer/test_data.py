@@ -285,10 +285,13 @@ def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path:
     manifests = {"deep": "[" * 100_000, "list": '{"starts": [1], "identity": {"model": "x"}}'}
     for name, text in manifests.items():
         (copied(name) / "manifest.json").write_text(text)
+    cut = next((copied("cut") / "failures").iterdir())
+    os.truncate(cut, cut.stat().st_size - 1)
     part = next((copied("other") / "trajectories").iterdir())
     pq.write_table(pa.table({"a": [1]}), part)
     with serving(tmp_path) as server:
-        states = {row["run"]: row["state"] for row in server.get("runs")["runs"]}
+        rows = {row["run"]: row for row in server.get("runs")["runs"]}
+        states = {name: row["state"] for name, row in rows.items()}
         bearer = {"Authorization": f"Bearer {server.token}"}
         for name in states:
             for path in ("run", "units", "groups"):
@@ -296,7 +299,10 @@ def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path:
                 assert name != "good" or answer.status == 200
                 assert answer.status == 200 or answer.json()["error"]
     pipes = [name for name in states if name.startswith(("pipe", "endless"))]
-    assert {states[name] for name in pipes} == {"damaged"}
+    assert {states[name] for name in [*pipes, "cut", "other"]} == {"damaged"}
+    assert f"{cut} has " in rows["cut"]["error"]
+    assert f"were committed. See hermes-rl check {tmp_path / 'cut'}" in rows["cut"]["error"]
+    assert rows["cut"]["done"] == 36
     assert (len(pipes), states["good"]) == (4, "finished")
     command = [COMMAND, "diff", str(tmp_path / "good"), str(tmp_path / "other")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)

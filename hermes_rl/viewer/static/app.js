@@ -24,6 +24,7 @@ export function clean(text) {
 
 export const fmt = {
   count: (n) => (n === null || n === undefined ? "–" : n.toLocaleString("en-US")),
+  many: (n, what) => `${fmt.count(n)} ${what}${n === 1 ? "" : "s"}`,
   reward: (n) => (n === null || n === undefined ? "–" : String(Math.round(n * 1000) / 1000)),
   usd: (n) => (n === null || n === undefined ? "–" : n >= 100 ? `$${Math.round(n).toLocaleString("en-US")}` : `$${n.toFixed(n >= 1 || !n ? 2 : 4)}`),
   share: (n) => (n === null || n === undefined ? "–" : `${Math.round(n * 100)}%`),

@@ -10,7 +10,7 @@ const json = (value) => text(JSON.stringify(value, null, 2), ".code");
 const more = (title, ...content) => h("details", {}, h("summary", {}, title), content);
 const badge = (value, kind) => h(`span.badge.${kind}`, {}, clean(value));
 const verdict = (reward) => (reward === null || reward === undefined ? "none" : reward >= 1 ? "good" : reward > 0 ? "part" : "bad");
-const cost = (r) => (!r.unpriced_calls ? fmt.usd(r.cost_usd) : r.cost_usd ? `${fmt.usd(r.cost_usd)} + ${fmt.count(r.unpriced_calls)} calls` : `unpriced (${fmt.count(r.unpriced_calls)} calls)`);
+const cost = (r) => (!r.unpriced_calls ? fmt.usd(r.cost_usd) : r.cost_usd ? `${fmt.usd(r.cost_usd)} + ${fmt.many(r.unpriced_calls, "call")}` : `unpriced (${fmt.many(r.unpriced_calls, "call")})`);
 const ended = (row) => (row.cause && row.cause !== row.end_reason ? `${row.end_reason}: ${row.cause}` : row.end_reason);
 
 // Two attempts, or two runs, are compared: the first is marked, then the second.
@@ -105,7 +105,7 @@ async function run(query) {
       h("p.links", {}, info.has_groups ? h("a", { href: link("groups", { run: query.run }) }, "groups and advantages") : null,
         h("button", { onclick: () => mark("rundiff", { run: query.run }, query.run) }, "compare with another run")),
       h("p", { id: "marked" }), filters,
-      h("p.soft", { role: "status" }, found.unsearched ? `${fmt.count(found.found)} found, ${fmt.count(found.unsearched)} rows still to search…` : `${fmt.count(found.found)} of ${fmt.count(found.total)} attempts`),
+      h("p.soft", { role: "status" }, found.unsearched ? `${fmt.count(found.found)} found, ${fmt.many(found.unsearched, "row")} still to search…` : `${fmt.count(found.found)} of ${fmt.many(found.total, "attempt")}`),
       table("rows.units", heads, found.rows.map(line)),
       h("p.pages", {}, h("button", { onclick: page(-1), disabled: !found.offset }, "← previous"), ` ${found.found ? fmt.count(found.offset + 1) : 0} to ${fmt.count(last)} of ${fmt.count(found.found)} `, h("button", { onclick: page(1), disabled: last >= found.found }, "next →")),
       more("configuration, versions, starts", json(info.manifest)),
@@ -129,7 +129,7 @@ async function unit(query) {
   const steps = page.messages.flatMap((m) => {
     const fresh = m.info.turn !== turn && m.info.turn > 0;
     turn = m.info.turn;
-    return [starts.has(m.at) ? h("p.context", {}, `context compressed to ${starts.get(m.at).kept.length} messages (${starts.get(m.at).reason})`) : null,
+    return [starts.has(m.at) ? h("p.context", {}, `context compressed to ${fmt.many(starts.get(m.at).kept.length, "message")} (${starts.get(m.at).reason})`) : null,
       fresh ? turnLine(turn, calls.get(turn) ?? []) : null, message(m, place)];
   }).filter(Boolean);
   const list = JSON.parse(sessionStorage.getItem("list") ?? "null"), ids = list?.run === query.run ? list.ids : [];
@@ -148,9 +148,9 @@ async function unit(query) {
         pair("of it reasoning", u.reasoning_tokens ? fmt.count(u.reasoning_tokens) : null), pair("cost", cost(head)), pair("time", fmt.seconds(t.total_s)), pair("model", clean(head.model || "–")), pair("attempt", head.attempt + 1), pair("unit", h("code", {}, head.unit_id.slice(0, 12)))),
       timeline(t),
       h("p.links", {}, ids.length ? [h("button", { onclick: beside(-1), disabled: !beside(-1) }, "← previous"), h("button", { onclick: beside(1), disabled: !beside(1) }, "next →")] : null,
-        head.others.length > 1 ? more(`${head.others.length} attempts of this task`, h("ul", {}, head.others.map((o) => h("li", {}, h("a", { href: link("unit", { run: query.run, id: o.trajectory_id }) }, `#${o.repeat} attempt ${o.attempt + 1}`), " ", badge(fmt.reward(o.reward), verdict(o.reward)), ` ${o.end_reason} `, o.trajectory_id === query.id ? "(this one)" : h("a", { href: link("diff", { run: query.run, id: query.id, run2: query.run, id2: o.trajectory_id }) }, "compare"))))) : null,
-        head.subagents.length ? more(`${head.subagents.length} sub-agents`, h("ul", {}, head.subagents.map((s) => h("li", {}, h("a", { href: link("unit", { ...query, sub: s.trajectory_id, from: "" }) }, clean(s.task_prompt.slice(0, 120) || s.trajectory_id)), ` ${s.turns} turns, ${s.end_reason}`)))) : null,
-        head.segments.length ? h("a", { href: link("tokens", { run: query.run, id: query.id }) }, `tokens: ${head.segments.length} segments`) : null,
+        head.others.length > 1 ? more(`${fmt.many(head.others.length, "attempt")} of this task`, h("ul", {}, head.others.map((o) => h("li", {}, h("a", { href: link("unit", { run: query.run, id: o.trajectory_id }) }, `#${o.repeat} attempt ${o.attempt + 1}`), " ", badge(fmt.reward(o.reward), verdict(o.reward)), ` ${o.end_reason} `, o.trajectory_id === query.id ? "(this one)" : h("a", { href: link("diff", { run: query.run, id: query.id, run2: query.run, id2: o.trajectory_id }) }, "compare"))))) : null,
+        head.subagents.length ? more(fmt.many(head.subagents.length, "sub-agent"), h("ul", {}, head.subagents.map((s) => h("li", {}, h("a", { href: link("unit", { ...query, sub: s.trajectory_id, from: "" }) }, clean(s.task_prompt.slice(0, 120) || s.trajectory_id)), ` ${fmt.many(s.turns, "turn")}, ${s.end_reason}`)))) : null,
+        head.segments.length ? h("a", { href: link("tokens", { run: query.run, id: query.id }) }, `tokens: ${fmt.many(head.segments.length, "segment")}`) : null,
         h("button", { onclick: () => mark("diff", { run: query.run, id: query.id }, name) }, "compare with another attempt")),
       h("p", { id: "marked" }),
       grading(head), pageLine(),
@@ -187,7 +187,7 @@ function turnLine(turn, calls) {
   return h("div.turn", {}, h("b", {}, `turn ${turn}`), calls.length ? [
     h("span", {}, `${fmt.count(sum("input_tokens"))} in${sum("cache_read_tokens") ? ` (${fmt.count(sum("cache_read_tokens"))} cached)` : ""}, ${fmt.count(sum("output_tokens"))} out${sum("reasoning_tokens") ? ` (${fmt.count(sum("reasoning_tokens"))} reasoning)` : ""}`),
     h("span", {}, fmt.usd(sum("cost_usd"))), h("span", {}, fmt.seconds(sum("latency_s"))),
-    retries ? h("span.bad", {}, `${retries} retries`) : null,
+    retries ? h("span.bad", {}, retries === 1 ? "1 retry" : `${retries} retries`) : null,
     calls.map((c) => (c.finish_reason && !["stop", "tool_calls"].includes(c.finish_reason) ? badge(c.finish_reason, "part") : null)),
     failed.map((c) => h("span.bad", {}, clean(`${c.outcome}: ${c.error}`)))] : null);
 }
@@ -212,7 +212,7 @@ function message({ at, message: m, info, replaced }, place) {
   const folded = m.role === "system";
   return h(`article.${m.role.replace(/[^a-z]/g, "")}${info.tool_ok === false ? ".failed" : ""}`, { id: `m${at}`, "data-row": at },
     h("h3", {}, h("a", { href: link("unit", { run: place.run, id: place.id, sub: place.sub, from: Math.floor(at / 60) * 60 || "", m: at }), title: "link to this message" }, clean(m.role)), marks.map((one) => h("small", {}, clean(one)))),
-    folded ? h("details", {}, h("summary", {}, `${fmt.count(info.chars)} characters`), body) : body);
+    folded ? h("details", {}, h("summary", {}, fmt.many(info.chars, "character")), body) : body);
 }
 function content(value, place, whole) {
   if (!Array.isArray(value)) return value ? long(value, whole) : null;
@@ -300,7 +300,7 @@ async function diff(query) {
   const side = (head, run, id, name) => h("div", {}, h("h2", {}, `${name}: `, h("a", { href: link("unit", { run, id }) }, clean(`${head.task_id} #${head.repeat}`)), " ", badge(fmt.reward(head.reward), verdict(head.reward))),
     h("p.soft", {}, clean(run)), facts(pair("ending", clean(ended(head))), pair("turns", head.turns), pair("tokens", fmt.count(head.total_tokens)), pair("cost", fmt.usd(head.cost_usd)), pair("time", fmt.seconds(head.total_s)), pair("model", clean(head.model || "–"))), head.error ? h("p.error", {}, clean(head.error)) : null, grading(head));
   const at = (step, key, run, id) => h("a", { href: link("unit", { run, id, from: Math.floor(step[key] / 60) * 60 || "", m: step[key] }) }, `${key.toUpperCase()} ${step[key]}`);
-  const steps = found.steps.map((s) => s.op === "equal" ? h("p.context", { "data-row": 1 }, `${s.count} equal message${s.count > 1 ? "s" : ""}: `, at(s, "a", query.run, query.id), " ", at(s, "b", query.run2, query.id2))
+  const steps = found.steps.map((s) => s.op === "equal" ? h("p.context", { "data-row": 1 }, `${fmt.many(s.count, "equal message")}: `, at(s, "a", query.run, query.id), " ", at(s, "b", query.run2, query.id2))
     : s.op === "change" ? h("article", { "data-row": 1 }, h("h3", {}, clean(s.role), h("small", {}, at(s, "a", query.run, query.id), " ", at(s, "b", query.run2, query.id2))), lines(s.lines))
       : h(`article.only.${s.side}`, { "data-row": 1 }, h("h3", {}, clean(s.role), h("small", {}, `only in ${s.side.toUpperCase()}`)), lines(s.text.split("\n").map((l) => [s.side === "a" ? "-" : "+", l]))));
   return { crumbs: [[query.run, link("run", { run: query.run })], ["compare attempts"]], content: [h("h1", {}, "Two attempts"), h("div.sides", {}, side(a, query.run, query.id, "A"), side(b, query.run2, query.id2, "B")), h("section.steps", {}, steps)] };
@@ -311,7 +311,7 @@ async function rundiff(query) {
   const share = (r) => (r.graded ? `${r.solved} of ${r.graded} (${fmt.share(r.solved / r.graded)})` : "not graded");
   const figures = [["units done", (r) => fmt.count(r.done)], ["solved", share], ["mean reward", (r) => fmt.reward(r.mean_reward)], ["failed attempts", (r) => fmt.count(r.failed_attempts)], ["mean turns", (r) => fmt.reward(r.mean_turns)], ["tokens", (r) => fmt.count(r.tokens)], ["cost", cost], ["mean time", (r) => fmt.seconds(r.mean_seconds)]];
   const heads = () => ["", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t));
-  const tasks = found.tasks, listed = (name, all) => (all.length ? more(`${all.length} tasks ${name}`, h("ul", {}, all.map((t) => h("li", {}, clean(t))))) : null);
+  const tasks = found.tasks, listed = (name, all) => (all.length ? more(`${fmt.many(all.length, "task")} ${name}`, h("ul", {}, all.map((t) => h("li", {}, clean(t))))) : null);
   return {
     crumbs: [["compare runs"]],
     content: [
@@ -321,7 +321,7 @@ async function rundiff(query) {
       h("h2", {}, "Tasks"), h("p", {}, `${fmt.count(tasks.common)} in both`), listed("only in the first", tasks.only_a), listed("only in the second", tasks.only_b), listed("with other content", tasks.edited),
       h("h2", {}, "Prompt and tools"), found.prompt.length || found.tools.length ? [found.prompt.length ? lines(found.prompt) : null, found.tools.length ? lines(found.tools) : null] : h("p", {}, "Equal for the first common task."),
       h("h2", {}, `Tasks with another mean reward: ${fmt.count(found.changed_count)}`),
-      table("rows", ["task", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t)), found.changed.map((t) => h("tr", { "data-row": t.task_id }, cell(clean(t.task_id), "task"), ...["a", "b"].map((s) => h("td", {}, h("a", { href: link("run", { run: s === "a" ? query.run : query.run2, task: t.task_id }) }, badge(fmt.reward(t[s].reward), verdict(t[s].reward)), ` ${t[s].units} units`)))))),
+      table("rows", ["task", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t)), found.changed.map((t) => h("tr", { "data-row": t.task_id }, cell(clean(t.task_id), "task"), ...["a", "b"].map((s) => h("td", {}, h("a", { href: link("run", { run: s === "a" ? query.run : query.run2, task: t.task_id }) }, badge(fmt.reward(t[s].reward), verdict(t[s].reward)), ` ${fmt.many(t[s].units, "unit")}`)))))),
     ].flat().filter(Boolean),
   };
 }
