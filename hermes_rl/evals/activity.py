@@ -164,7 +164,8 @@ def plot_progress(run: Run, *, window: int = 50) -> Plot:
     frame["mean"] = frame["reward"].rolling(window, min_periods=1).mean()
     figure, (axes,) = make_canvas(8)
     axes.plot(frame.index + 1, frame["reward"], ".", color=PALE, markersize=4)
-    axes.plot(frame.index + 1, frame["mean"], color=BLUE)
+    # A line through one point would not be visible.
+    axes.plot(frame.index + 1, frame["mean"], marker="o" if len(frame) == 1 else "", color=BLUE)
     changed = frame["policy_version"].notna() & (
         frame["policy_version"] != frame["policy_version"].shift()
     )
@@ -176,7 +177,7 @@ def plot_progress(run: Run, *, window: int = 50) -> Plot:
     count_axis(axes.xaxis)
     axes.set_ylabel("reward")
     versions_text = f"; {many(int(changed.sum()), 'policy version')}" if changed.any() else ""
-    note = f"mean of the last {window} units{versions_text}"
+    note = f"mean of the last {many(min(window, len(frame)), 'unit')}{versions_text}"
     title(axes, f"{short(run.path.name, 28)}: reward over the run", note)
     return Plot(figure, frame)
 

@@ -79,6 +79,7 @@ def plot_rewards(run: Run, *, limit: int = MAX_TASKS) -> Plot:
     axes.hlines(rows, shown["low"], shown["high"], color=PALE, linewidth=5, zorder=2)
     axes.plot(shown["solved"], rows, "o", color=BLUE, markersize=6, zorder=3, clip_on=False)
     name_rows(axes, [str(task) for task in shown["task_id"]])
+    axes.tick_params(axis="y", pad=8)  # a mark at 0 is as wide as its half
     for row, (share, tried) in enumerate(zip(shown["solved"], shown["units"], strict=True)):
         count = f"{round(share * tried)} of {tried}"
         axes.annotate(
@@ -215,7 +216,7 @@ def _by_turn(axes: Axes, calls: pd.DataFrame) -> None:
     axes.set_ylim(bottom=0, top=None if calls["input_tokens"].any() else 1)
     count_axis(axes.yaxis)
     axes.set_xlabel("turn")
-    axes.legend(loc="upper left", frameon=False, fontsize=8)
+    axes.legend(loc="best", frameon=False, fontsize=8)
 
 
 def _pyplot() -> Any:

@@ -250,7 +250,7 @@ def pass_at(run: Run, k: int, *, every: bool = False) -> Interval:
     graded = task_scores(run.frame("trajectories", _UNITS))
     scores = graded[graded["units"] >= k]
     if scores.empty or k < 1:
-        raise UserError(f"{run.path.name}: no task has {k} graded units. Use a smaller k")
+        raise UserError(f"{run.path.name}: no task has {many(k, 'graded unit')}. Use a smaller k")
     if left_out := len(graded) - len(scores):
         warnings.warn(
             f"{run.path.name}: pass at {k} leaves out {left_out} of {len(graded)} tasks, which "
@@ -301,10 +301,13 @@ class Comparison:
         d = self.difference
         better = {"a": f"{self.a} is better", "b": f"{self.b} is better"}
         interval = f" (95 % interval {d.low:+.0%} to {d.high:+.0%})" if self.tasks > 1 else ""
+        alone = ((self.only_a, self.a), (self.only_b, self.b))
+        left_out = [f"{many(len(tasks), 'task')} only in {run}" for tasks, run in alone if tasks]
         return (
             f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over "
             f"{many(self.tasks, 'common task')}: "
             f"{better.get(self.verdict) or self._why_undecided()}"
+            + (f"; left out: {', '.join(left_out)}" if left_out else "")
         )
 
     def _repr_html_(self) -> str:
@@ -344,6 +347,9 @@ def compare(
     Raises: UserError when no task is graded in both.
     """
     left, right = (task_scores(_frame(run, "trajectories", _UNITS, tasks)) for run in (a, b))
+    for run, scores in ((a, left), (b, right)):
+        if scores.empty:
+            raise UserError(f"{run.path.name}: nothing was graded, so there is nothing to compare")
     both = left.merge(right, on=_KEYS, suffixes=("_a", "_b"))
     if both.empty:
         raise UserError(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from hermes_rl import evals
@@ -96,6 +97,18 @@ def test_unknown_usage_is_not_drawn_as_zero() -> None:
     mixed.calls.loc[0, ["input_tokens", "output_tokens"]] = np.nan
     note = evals.plot_tokens(mixed).figure.axes[0].texts[-1].get_text()
     assert "1 call of unknown usage left out" in note
+
+
+def test_the_reward_of_a_single_unit_is_a_mark() -> None:
+    class OneUnit:
+        path = Path("runs/one")
+
+        def arrow(self, table: str, columns: list[str]) -> pa.Table:
+            return pa.table({"task_id": ["t"], "finished_at": [1], "reward": [0.5], "calls": [[]]})
+
+    axes = evals.plot_progress(OneUnit()).figure.axes[0]
+    assert [line.get_marker() for line in axes.lines] == [".", "o"]
+    assert axes.texts[-1].get_text() == "mean of the last 1 unit"
 
 
 def test_an_ungraded_run_cannot_be_plotted() -> None:

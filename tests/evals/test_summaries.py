@@ -104,6 +104,10 @@ def test_only_common_tasks_are_compared() -> None:
     assert (result.tasks, result.only_a, result.only_b) == (1, ["x"], ["z"])
     with pytest.raises(UserError, match="no graded task in common"):
         compare(a, run("c", {"q": [1.0]}))
+    text = "b less a: -100% over 1 common task: no difference shown"
+    assert str(result) == f"{text}; left out: 1 task only in a, 1 task only in b"
+    with pytest.raises(UserError, match="c: nothing was graded, so there is nothing to compare"):
+        compare(a, run("c", {"x": [None]}))
 
 
 def test_few_differing_tasks_give_no_verdict() -> None:
