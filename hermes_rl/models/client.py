@@ -143,7 +143,9 @@ class WireClient:
                 text += piece
                 if len(text) > _ERROR_BYTES:
                     break
-        return classify_response(reply.status, reply.headers, bytes(text), secrets=self._secrets)
+        return classify_response(
+            reply.status, reply.headers, bytes(text), secrets=self._secrets, url=self._url
+        )
 
     async def _read(self, reply: Reply, decoder: Decoder, start: bytearray) -> None:
         """Feed the answer to its decoder and store its first bytes in `start`.

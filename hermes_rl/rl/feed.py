@@ -126,6 +126,9 @@ class RowFeed:
         max_staleness: int | None = None,
         make: Callable[[Row], Any] = lambda row: row,
     ) -> None:
+        for name, value, least in (("size", size, 1), ("max_staleness", max_staleness or 0, 0)):
+            if value < least:
+                raise UserError(f"RowFeed: {name} must be at least {least}, not {value}")
         self.queue: queue.Queue[Any] = _RowQueue(size, self._note_taken)
         self._stream, self._policy, self._make = stream, policy, make
         self._max_staleness = max_staleness

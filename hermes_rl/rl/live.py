@@ -48,14 +48,27 @@ class RolloutsStopped(HermesError):
 
 
 def _whole(value: Any, what: str) -> int | None:
-    """A whole number from 0, also one of NumPy or a tensor; None stays. Raises: UserError."""
+    """As `_number`; None stays."""
+    return None if value is None else _number(value, what)
+
+
+def _number(value: Any, what: str) -> int:
+    """A whole number from 0, also one of NumPy or a tensor. Raises: UserError."""
     try:
-        number = None if value is None else operator.index(value)
+        number = operator.index(value)
     except TypeError:
         number = -1
-    if number is not None and number < 0:
+    if number < 0:
         raise UserError(f"{what} must be a whole number from 0 on, not {value!r}")
     return number
+
+
+def _reason(reason: Any) -> str:
+    """Raises: UserError if there is none."""
+    text = "" if reason is None else str(reason).strip()
+    if not text:
+        raise UserError(f"reason must say why the group is not used, not {reason!r}")
+    return text
 
 
 class Policy:
@@ -100,13 +113,28 @@ class Policy:
         know of it.
 
         Args:
-            in_pause: False if a pause is not the trainer's: the weights came at another time.
+            in_pause: False for what another program reports: the weights came at another time, and
+                may be earlier ones.
+
+        Raises: UserError for anything but a whole number, and for a version below the last one
+            while a stream is open.
         """
-        self.version = _whole(version, "version")
+        self.version = self._next_version(version, may_fall=not in_pause)
         self.announced = Announced(version=str(self.version), complete=self.paused and in_pause)
         self._notify()
         if self.paused:
             await self._obeyed("set_version")
+
+    def _next_version(self, version: Any, *, may_fall: bool) -> int:
+        """Raises: UserError."""
+        number, last = _number(version, "version"), self.version or 0
+        if number < last and self.listeners and not may_fall:
+            raise UserError(
+                f"policy.set_version({number}) after version {last}: versions increase while"
+                f" rollouts() is open. After a rollback, open it again with resume_step, or call"
+                f" these weights {last + 1}"
+            )
+        return number
 
     async def pause(self) -> None:
         """Start no model calls and no further rollouts, for example while weights are loaded.
@@ -205,7 +233,7 @@ class LiveGroup(GroupData):
 
     async def reject(self, reason: str) -> None:
         """Record that the trainer does not use the group, and why. Durable on return."""
-        await self.handle.decide(self.group_id, "rejected", reason=str(reason))
+        await self.handle.decide(self.group_id, "rejected", reason=_reason(reason))
 
 
 class SyncGroup(GroupData):
@@ -220,7 +248,7 @@ class SyncGroup(GroupData):
 
     def reject(self, reason: str) -> None:
         """See `LiveGroup.reject`."""
-        self.home.run(self.handle.decide(self.group_id, "rejected", reason=str(reason)))
+        self.home.run(self.handle.decide(self.group_id, "rejected", reason=_reason(reason)))
 
 
 class LiveRun(Protocol):

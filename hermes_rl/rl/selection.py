@@ -43,6 +43,10 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         check_fields(self, "curriculum")
+        if self.window < 1:
+            raise UserError(f"curriculum: window must be at least 1 task, not {self.window}")
+        if not 0 <= self.target <= 1:
+            raise UserError(f"curriculum: target is a solve rate from 0 to 1, not {self.target:g}")
 
     def level_of(self, task: Task | None) -> str | None:
         """Return the level of a task; None if it has none."""
@@ -73,6 +77,11 @@ class Selection:
 
     def __post_init__(self) -> None:
         check_fields(self, "selection")
+        for name in ("min_valid", "refill"):
+            if (count := getattr(self, name)) < 0:
+                raise UserError(
+                    f"selection: {name} must be a number of members from 0, not {count}"
+                )
         if self.early_stop is not None and self.early_stop < 2:
             raise UserError("early_stop needs at least 2 members, whose rewards are compared")
         if self.solve_rate is not None and not 0 <= self.solve_rate[0] <= self.solve_rate[1] <= 1:

@@ -181,6 +181,26 @@ async def test_redirects_are_not_followed(kit, transport):
             await ask(kit, url, transport)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"detail":"Not Found"}',
+        '{"error":{"code":404,"message":"File Not Found","type":"not_found_error"}}',
+        "404 page not found",
+        "",
+        '{"error":{"message":"The model `m` does not exist.","type":"NotFoundError","code":404}}',
+    ],
+)
+async def test_missing_route_below_an_address_without_version_is_explained(kit, body):
+    reply = f"HTTP/1.1 404 x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+    async with serving(reply) as url:
+        for base in (url, url.removesuffix("/v1")):
+            with pytest.raises(e.ModelNotFound) as raised:
+                await ask(kit, base, "http")
+            explained = "base_url does not end with /v1" in str(raised.value)
+            assert explained is (base != url and "model" not in body), str(raised.value)
+
+
 @TRANSPORTS
 async def test_key_echoed_by_a_server_is_scrubbed(kit, transport):
     key = "canary+key/0123456789"

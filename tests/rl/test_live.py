@@ -285,6 +285,15 @@ async def test_a_spent_budget_ends_the_stream_with_the_reason(lab: Lab) -> None:
             await take(stream, 2)
 
 
+async def test_a_base_url_without_its_version_is_named(lab: Lab) -> None:
+    lab.write(TALK)
+    async with ExactEngine(ExactConfig(tokenizer=write_tiny_tokenizer(lab.path / "t"))) as engine:
+        policy = Policy(model="policy", base_url=engine.root_url, tokens="off")
+        async with open_stream(lab, None, policy=policy) as stream:
+            with pytest.raises(RolloutsStopped, match="; base_url does not end with /v1, which"):
+                await anext(stream)
+
+
 def test_a_synchronous_trainer_uses_the_same_stream(lab: Lab) -> None:
     lab.write(TALK)
     config = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
@@ -545,6 +554,8 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
         ({"selection": "drop_equal"}, "'selection' must be .* an instance of Selection"),
         ({"selection": {"gate": "x"}}, "'selection.gate' must be callable, not 'x'"),
         ({"selection": {"solve_rate": ["a", 1]}}, "'selection.solve_rate.0' must be a number"),
+        ({"selection": {"refill": -1}}, "selection: refill must be a number of members from 0"),
+        ({"selection": {"min_valid": -2}}, "selection: min_valid must be a number of members"),
         ({"staleness": "pace"}, "'staleness' must be .* an instance of Staleness"),
         ({"config": {"runn": 1}}, "unknown key 'runn'"),
         ({"config": [1]}, "is not a mapping of sections"),
@@ -558,6 +569,20 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: Any, message: str) -
     with pytest.raises(UserError, match=message) as raised:
         rollouts(**{**valid, **arguments})
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Curriculum(window=0), "curriculum: window must be at least 1 task, not 0"),
+        (lambda: Curriculum(target=50), "curriculum: target is a solve rate from 0 to 1, not 50"),
+        (lambda: RowFeed(None, None, size=0), "RowFeed: size must be at least 1, not 0"),
+        (lambda: RowFeed(None, None, max_staleness=-1), "max_staleness must be at least 0, not -1"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
 
 
 async def test_mistakes_of_a_trainer_are_one_line_and_lose_no_group(lab: Lab) -> None:
@@ -575,11 +600,19 @@ async def test_mistakes_of_a_trainer_are_one_line_and_lose_no_group(lab: Lab) ->
         for step in (wrong, 1.5, -1):
             with refused("step must be a whole number from 0 on, not"):
                 await group.ack(step)
-        with refused("version must be a whole number from 0 on, not '3'"):
-            await policy.set_version(wrong)
+        for version in (wrong, None, -1):
+            with refused(f"version must be a whole number from 0 on, not {version!r}"):
+                await policy.set_version(version)
         await policy.set_version(numpy.int64(3))
+        with refused("set_version.2. after version 3: .* resume_step, or call these weights 4"):
+            await policy.set_version(2)
         assert policy.version == 3
+        await policy.set_version(2, in_pause=False)  # another program's trainer went back
+        for reason in (None, " "):
+            with refused("reason must say why the group is not used, not"):
+                await group.reject(reason)
         await group.ack(numpy.int64(5))
+    await policy.set_version(1)  # a rollback: the stream is opened again
     with refused("the stream is closed; the next start delivers this group again"):
         await late.ack(6)
     for gate, error in ((lambda _: {}["a"], "raised KeyError: 'a'"), (bool, "returned True; ret")):

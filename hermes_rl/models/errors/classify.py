@@ -41,6 +41,10 @@ _LOST = re.compile(
     r"|network is unreachable|name or service not known|tls|ssl",
     re.IGNORECASE,
 )
+_UNVERSIONED = re.compile(r"^(?!.*/v1).*/(completions|responses)$")
+"""An address of OpenAI's routes without `/v1`."""
+_NAMED = re.compile(r"model|deployment", re.IGNORECASE)
+"""The server has the route, and misses a model."""
 _SIZE_REASONS = ("format_error", "context_overflow", "payload_too_large")
 """Reasons with texts that may state the limits of a model."""
 _MAYBE_SERVED = (502, 504, 520, 522, 524)
@@ -54,6 +58,7 @@ def classify_response(
     *,
     secrets: Iterable[str] = (),
     now: float | None = None,
+    url: str = "",
 ) -> e.ModelError:
     """Return the typed error of an answer without a success status.
 
@@ -63,6 +68,7 @@ def classify_response(
         body: of the answer; need not be JSON.
         secrets: texts that must not appear in the message.
         now: Unix time in seconds, for Retry-After dates.
+        url: of the request, for the message.
     """
     content = read_error_body(body, headers)
     effective = status
@@ -71,7 +77,7 @@ def classify_response(
     rule = table().find(effective, content)
     unix = time.time() if now is None else now
     return rule.kind(
-        scrub(_write_message(status, content, body, rule.kind, headers), secrets),
+        scrub(_write_message(status, content, body, rule.kind, headers, url), secrets),
         status=status,
         request_id=request_id(headers),
         retry_after_s=_read_delay(rule.reason, content, headers, unix),
@@ -280,13 +286,15 @@ def _write_message(
     body: bytes,
     kind: type[e.ModelError],
     headers: Mapping[str, str],
+    url: str,
 ) -> str:
     text = (
         content.message or " ".join(sorted(content.codes)) or body[:200].decode("utf-8", "replace")
     )
     hint = ""
     if status in (301, 302, 303, 307, 308):
-        hint = f" redirected to {headers.get('location', 'nowhere')}: use that as base_url"
-    elif kind is e.ModelNotFound and content.message in ("", "Not Found"):
-        hint = " (does base_url need /v1 at its end?)"
-    return f"{status}{': ' if text.strip() else ''}{text}{hint}"
+        hint = f"redirected to {headers.get('location', 'nowhere')}: use that as base_url"
+    elif kind is e.ModelNotFound and _UNVERSIONED.search(url) and not _NAMED.search(text):
+        hint = "base_url does not end with /v1, which most servers need"
+    parts = "; ".join(filter(None, (text.strip(), hint)))
+    return f"{status}: {parts}" if parts else str(status)

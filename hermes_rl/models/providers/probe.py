@@ -149,10 +149,6 @@ class EndpointReport:
     """How the run gets token ids; None if it wants none."""
 
 
-def _error(endpoint: Endpoint, answer: PlainAnswer) -> ModelError:
-    return classify_response(answer.status, answer.headers, answer.body, secrets=endpoint.secrets)
-
-
 _VERSION = "policy_version|weight_version|choices.0.weight_version|meta_info.weight_version"
 """Places of the version of the weights in the answers of engines."""
 _SPANS = "choices.0.weight_versions|weight_versions|meta_info.weight_versions"
@@ -163,11 +159,13 @@ async def _post(endpoint: Endpoint, path: str, form: dict[str, Any]) -> PlainAns
     """POST a JSON body and return the answer. Raises: ModelError."""
     from hermes_rl.models.transports import exchange
 
-    headers = bearer_headers(endpoint.api_key)
-    answer = await exchange(endpoint, endpoint.url(path), headers, encode_json(form))
-    if answer.status != 200:
-        raise _error(endpoint, answer)
-    return answer
+    headers, url = bearer_headers(endpoint.api_key), endpoint.url(path)
+    answer = await exchange(endpoint, url, headers, encode_json(form))
+    if answer.status == 200:
+        return answer
+    raise classify_response(
+        answer.status, answer.headers, answer.body, secrets=endpoint.secrets, url=url
+    )
 
 
 class _Answer(NamedTuple):
