@@ -132,6 +132,7 @@ def ref(text: str, element: str) -> str:
 
 
 async def test_a_page_is_read_filled_in_and_sent(pages: Any) -> None:
+    await visit(pages, "more")
     text = await visit(pages, "shop")
     assert text.startswith('{"url":"http://127.0.0.1:8000/shop","title":"Shop"}\n- heading "Shop"')
     assert "- text: dear" in text
@@ -150,7 +151,9 @@ async def test_a_page_is_read_filled_in_and_sent(pages: Any) -> None:
     text = await shown(pages, "type", ref=ref(text, 'textbox "Name"'), text="Ann", submit=True)
     assert "/bought?n=Ann&c=blue&k=on" in text
     assert '"title":"Shop"' in await shown(pages, "back")
-    assert '"url":"about:blank"' in await shown(pages, "back")
+    assert '"title":"More"' in await shown(pages, "back")
+    with suppress(ToolError):  # the first page may have replaced the blank one
+        assert '"url":"about:blank"' in await shown(pages, "back")
     with pytest.raises(ToolError, match="there is no page before this one"):
         await shown(pages, "back")
 
@@ -259,7 +262,8 @@ async def test_a_bad_page_costs_the_browser_alone(
 @pytest.mark.slow
 async def test_floods_popups_and_downloads_are_contained(pages: Any) -> None:
     text = await visit(pages, "popups")
-    assert '"title":"More"' in await shown(pages, "click", ref=ref(text, 'button "Pop"'))
+    text = await shown(pages, "click", ref=ref(text, 'button "Pop"'))
+    assert 'heading "More"' in text  # its title may come later
     await visit(pages, "shop")
     await shown(pages, "console", expression="document.querySelector('#d').click()")
     assert await pages.sh("find / -newer serve.py -name 'shop*' -not -path '/proc/*' 2>/dev/null "

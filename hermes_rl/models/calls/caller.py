@@ -211,9 +211,10 @@ class ModelCaller:
             for one in ending:
                 one.cancel()
             await asyncio.gather(*ending, return_exceptions=True)  # their errors are seen, too
-        host = account.client.endpoint
-        message = account.traffic.message.removeprefix(f"{host} ") or "does not answer"
-        raise ModelTimeout(f"{host} {message}", served=True)
+        host, message = str(account.client.endpoint), account.traffic.message
+        if host not in message:
+            message = f"{host} {message or 'does not answer'}"
+        raise ModelTimeout(message, served=True)
 
     async def _answered(
         self, task: asyncio.Task[Completion], account: Account, part: float
