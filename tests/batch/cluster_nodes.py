@@ -33,7 +33,7 @@ HEAD = "10.77.0.1"
 PORT = 6379
 CHECK = "import sys; from hermes_rl.cli import main; sys.exit(main(['check', sys.argv[1]]))"
 LEASE_S = 6
-APART = 60
+APART = 40
 """Units of the second run."""
 INSIDE = ("-n", "-u", "-m")
 """The namespaces of a node."""
@@ -41,7 +41,10 @@ WAIT_S = 240.0
 """For one step of the scenario, on a machine that is far slower than this one."""
 STARTS, START_S = 4, 90.0
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start")
-SMALL = ("--object-store-memory", str(80 * 2**20), "--disable-usage-stats", "--block")
+SMALL = (
+    *("--object-store-memory", str(80 * 2**20), "--disable-usage-stats", "--block"),
+    *("--include-log-monitor", "false"),
+)
 
 
 def call(line: str) -> None:
@@ -264,7 +267,8 @@ def main() -> None:
     call("ip link set bridge0 up")
     head = (*RAY, "--head", "--node-ip-address", HEAD, "--port", str(PORT), "--num-cpus", "0")
     call("hostname head")
-    line = (*head, "--include-dashboard", "false", "--temp-dir", "/run/ray", *SMALL)
+    alone = ("--include-dashboard", "false", "--no-monitor", "--temp-dir", "/run/ray")
+    line = (*head, *alone, *SMALL)
     start_ray(line, folder / "head.log")
     print(json.dumps(asyncio.run(play_both(folder))))
 

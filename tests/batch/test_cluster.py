@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 NAMESPACES = ("unshare", "-Urmnpu", "--fork", "--kill-child", "--mount-proc")
-TASKS = 100
+TASKS = 60
 
 
 @pytest.fixture(scope="module")

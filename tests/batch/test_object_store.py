@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import kit
 import pytest
+from botocore.loaders import create_loader
 from s3 import KEYS, SIGNED, Proxy, s3_proxy, s3_server
 
 from hermes_rl.cli import main
@@ -44,7 +46,9 @@ ROWS = [kit.make_task(number, turns=1) for number in range(4)]
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    with s3_server() as address:
+    with s3_server() as address, pytest.MonkeyPatch.context() as patch:
+        # Each opened URL has a session of its own, which reads 2 MB of JSON that never change.
+        patch.setattr("botocore.session.create_loader", cache(create_loader))
         yield address
 
 
