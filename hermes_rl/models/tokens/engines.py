@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -310,9 +310,11 @@ class _TokenStream(EventDecoder):
     ) -> None:
         super().__init__(context)
         self._route, self._read, self._form = route, read, Json()
+        self._lists: dict[str, list[Any]] = {place: [] for place in route.pieces}
+        """The pieces so far, by place. They are not in the form before the end."""
         self._repeats: bool | None = None
-        self._version: Any = None
-        """Named by the last event."""
+        self._last: Json = {}
+        """The last event."""
 
     in_call = False
 
@@ -326,7 +328,7 @@ class _TokenStream(EventDecoder):
 
     def cut_off(self) -> Completion | None:
         """See `EventDecoder.cut_off`. Without its end mark alone, the answer is complete."""
-        if not any(pick(self._form, place) for place in self._route.pieces):
+        if not any(self._lists.values()):
             return None
         if pick(self._form, self._route.read["finish"]) is not None:
             return self._whole()
@@ -346,18 +348,16 @@ class _TokenStream(EventDecoder):
             error = pick(event, "meta_info.finish_reason")
         if error:
             raise self._context.error_in_answer(error)
-        before = {place: pick(self._form, place) for place in self._route.pieces}
         _overlay(self._form, event)
+        self._last = event
         total = count_of(pick(event, self._route.counts["output_tokens"]))
-        for place, earlier in before.items():
-            if isinstance(earlier, list) and earlier:
-                new = pick(event, place)
-                new = new if isinstance(new, list) else []
-                joined = self._joined(earlier, new, total)
-                if new:
+        for place, earlier in self._lists.items():
+            new = pick(event, place)
+            if type(new) is list and new:
+                joined = self._joined(earlier, new, total) if earlier else new
+                if earlier:
                     self._repeats = self._repeats or joined is new
-                _put(self._form, place, joined)
-        self._version = pick(event, read.get("version", ""))
+                self._lists[place] = joined
 
     def _joined(self, earlier: list[Any], new: list[Any], total: int | None) -> list[Any]:
         """Return a list with the elements of an event. SGLang's events repeat all lists, none
@@ -367,13 +367,21 @@ class _TokenStream(EventDecoder):
         Args:
             total: tokens so far; None if only the last event counts them.
         """
-        joined = earlier + new
         if len(new) == total:
             return new
         if new and len(new) + 1 == total:  # some versions leave the end token out of the ids
-            named = _named_ids(pick(self._form, self._route.read["named"])) or []
-            return new if new == named[:-1] and joined != named else joined
-        return joined
+            named = _named_ids(pick(self._joined_form(), self._route.read["named"])) or []
+            if new == named[:-1] and earlier + new != named:
+                return new
+        earlier += new
+        return earlier
+
+    def _joined_form(self) -> Json:
+        """Return the answer so far."""
+        for place, joined in self._lists.items():
+            if joined:
+                _put(self._form, place, joined)
+        return self._form
 
     def _answer(self) -> Completion:
         if pick(self._form, self._route.read["finish"]) is not None:
@@ -385,29 +393,28 @@ class _TokenStream(EventDecoder):
     def _whole(self) -> Completion:
         if self._route.gaps:
             total = count_of(pick(self._form, self._route.counts["output_tokens"])) or 0
-            ids = pick(self._form, self._route.pieces[-1])
-            left_out = total - len(ids if isinstance(ids, list) else ())
+            left_out = total - len(self._lists[self._route.pieces[-1]])
             if left_out > 0:
                 raise IdsLeftOut(f"the stream left out {left_out} of {total} ids", served=True)
-        answer = self._read(self._form)
+        answer = self._read(self._joined_form())
         assert answer.tokens is not None
         tokens = replace(answer.tokens, repeated=self._repeats)
         answer = replace(answer, tokens=tokens)
         if tokens.versions:
             return answer
         # The headers came before the tokens: what they name is not the version of all of them.
-        return replace(answer, policy_version=None if self._version is None else str(self._version))
+        version = pick(self._last, self._route.read.get("version", ""))
+        return replace(answer, policy_version=None if version is None else str(version))
 
 
 def _overlay(form: Json, event: Json) -> None:
     """Replace the values of an answer by those of an event that are not null."""
     for name, value in event.items():
-        known = form.get(name)
-        if isinstance(value, dict) and isinstance(known, dict):
+        if type(value) is dict and type(known := form.get(name)) is dict:
             _overlay(known, value)
-        elif name == "choices" and known and isinstance(value, list):
+        elif type(value) is list and name == "choices" and (known := form.get(name)):
             for choice, more in zip(known, value, strict=False):
-                if isinstance(choice, dict) and isinstance(more, dict):
+                if type(choice) is dict and type(more) is dict:
                     _overlay(choice, more)
         elif value is not None:
             form[name] = value
@@ -419,26 +426,39 @@ def pick(form: Any, places: str) -> Any:
     Args:
         places: separated by `|`; the names of a place are separated by `.`.
     """
-    for place in places.split("|"):
-        value = form
-        names = place.split(".")
-        for number, name in enumerate(names, 1):
-            if name == "*" and isinstance(value, list):
-                value = [pick(one, ".".join(names[number:])) for one in value]
-                break
-            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
-                value = value[int(name)]
-            else:
-                value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
+    for path in _paths(places):
+        if (value := _pick_path(form, path)) is not None:
             return value
     return None
 
 
-def _put(form: Json, place: str, value: Any) -> None:
-    *parents, name = place.split(".")
+_Path = tuple[str | int, ...]
+
+
+@cache
+def _paths(places: str) -> tuple[_Path, ...]:
+    """Return the names of each place, with indices as numbers. A stream needs them per token."""
+    split = (place.split(".") for place in places.split("|"))
+    return tuple(tuple(int(n) if n.isdecimal() else n for n in names) for names in split)
+
+
+def _pick_path(form: Any, path: _Path) -> Any:
+    for number, name in enumerate(path, 1):
+        if type(form) is dict:
+            form = form.get(name)
+        elif type(form) is not list:
+            return None
+        elif name == "*":
+            return [_pick_path(one, path[number:]) for one in form]
+        else:
+            form = form[name] if type(name) is int and name < len(form) else None
+    return form
+
+
+def _put(form: Any, place: str, value: Any) -> None:
+    *parents, name = _paths(place)[0]
     for parent in parents:
-        form = form[int(parent)] if isinstance(form, list) else form.setdefault(parent, {})
+        form = form[int(parent)] if type(form) is list else form.setdefault(parent, {})
     form[name] = value
 
 
