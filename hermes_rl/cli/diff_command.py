@@ -46,10 +46,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
     tasks = found["tasks"]
     for key, text in (("only_a", f"only in {names[0]}"), ("only_b", f"only in {names[1]}")):
         if tasks[key]:
-            lines.append(f"{many(len(tasks[key]), 'task')} {text}: {_listed(tasks[key])}")
+            number = many(tasks["counts"][key], "task")
+            lines.append(f"{number} {text}: {_listed(tasks[key])}")
     if tasks["edited"]:
         lines.append(
-            f"{many(len(tasks['edited']), 'task')} with other content: {_listed(tasks['edited'])}"
+            f"{many(tasks['counts']['edited'], 'task')} with other content: "
+            f"{_listed(tasks['edited'])}"
         )
     for name in ("prompt", "tools"):
         changed = [f"  {sign} {text}" for sign, text in found[name] if sign != " "]

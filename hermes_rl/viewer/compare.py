@@ -17,6 +17,7 @@ import yaml
 
 from batch_runner import read_manifest
 from hermes_rl.store import load_run
+from hermes_rl.text import many
 from hermes_rl.viewer.index import RunIndex
 
 Plain = dict[str, Any]
@@ -25,8 +26,11 @@ Row = Mapping[str, Any]
 TASKS = 200
 """Tasks with different results that are listed, at most."""
 _LINES = 2_000
-"""Lines of a message that are compared; later ones are not shown."""
+"""Lines of a message that are compared."""
 _LINE_CHARS = 2_000
+"""Characters of a line that are shown."""
+_NEAR = 3
+"""Equal lines that are shown before and after a change."""
 _HEAD = (
     *("task_id", "repeat", "attempt", "reward", "end_reason", "cause", "turns", "model"),
     *("cost_usd", "error"),
@@ -37,7 +41,8 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
     """Compare two runs. Only light columns of their rows are read, and one whole row of each.
 
     Returns: `settings` (name, value of a, value of b) of the configuration, dataset, versions and
-    machine that differ; `tasks` that only one has, or whose content differs; `prompt` and `tools`
+    machine that differ; `tasks` that only one has, or whose content differs, with their `counts`,
+        since at most TASKS of each are named; `prompt` and `tools`
     as changed lines, from the first task that both have; `results` of each, and `changed`: tasks
     with another mean reward, the largest difference first.
 
@@ -56,6 +61,11 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
     ]
     changed.sort(key=lambda one: -abs((one["b"]["reward"] or 0) - (one["a"]["reward"] or 0)))
     both = hashes[0].keys() & hashes[1].keys()
+    alone = {
+        "only_a": hashes[0].keys() - both,
+        "only_b": hashes[1].keys() - both,
+        "edited": {t for t in both if hashes[0][t] != hashes[1][t]},
+    }
     samples = [_sample(index, min(both, default=None)) for index in indices]
     return {
         "a": str(a),
@@ -67,9 +77,8 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
         ],
         "tasks": {
             "common": len(both),
-            "only_a": sorted(hashes[0].keys() - both)[:TASKS],
-            "only_b": sorted(hashes[1].keys() - both)[:TASKS],
-            "edited": sorted(t for t in both if hashes[0][t] != hashes[1][t])[:TASKS],
+            **{name: sorted(found)[:TASKS] for name, found in alone.items()},
+            "counts": {name: len(found) for name, found in alone.items()},
         },
         "prompt": diff_lines(*(one["prompt"] for one in samples)),
         "tools": diff_lines(*(one["tools"] for one in samples)),
@@ -195,11 +204,17 @@ def _change(messages: list[list[Plain]], a: int, b: int) -> list[Plain]:
     if one["role"] != other["role"]:
         return [_only("a", messages[0], a), _only("b", messages[1], b)]
     lines = diff_lines(message_text(one), message_text(other))
+    if not lines:  # they differ in what is not text
+        texts = (json.dumps(m, indent=1, sort_keys=True, ensure_ascii=False) for m in (one, other))
+        lines = diff_lines(*texts)
     return [{"op": "change", "a": a, "b": b, "role": one["role"], "lines": lines}]
 
 
 def _only(side: str, messages: list[Plain], at: int) -> Plain:
-    text = message_text(messages[at])[: _LINES * 10]
+    lines = message_text(messages[at]).split("\n")
+    shown = [_cut_line(line) for line in lines[:_LINES]]
+    shown += [f"… {many(len(lines) - _LINES, 'more line')}"] if len(lines) > _LINES else []
+    text = "\n".join(shown)
     return {"op": "only", "side": side, "at": at, "role": messages[at]["role"], "text": text}
 
 
@@ -253,19 +268,57 @@ def _tool_output(content: str) -> str:
 
 
 def diff_lines(a: str, b: str) -> list[list[str]]:
-    """Pairs of a mark (" ", "-", "+") and a line. Empty when the texts are equal."""
+    """Pairs of a mark (" ", "-", "+") and a line; "…" marks a note on lines that are left out:
+    equal ones far from a change, and what was not compared. Empty when the texts are equal."""
     if a == b:
         return []
-    sides = [[line[:_LINE_CHARS] for line in text.split("\n")[:_LINES]] for text in (a, b)]
-    found: list[list[str]] = []
-    matcher = SequenceMatcher(None, sides[0], sides[1])
+    sides = [text.split("\n") for text in (a, b)]
+    start = _equal_start(*sides)
+    stop = _equal_start(*(side[start:][::-1] for side in sides))
+    middle = [side[start : len(side) - stop] for side in sides]
+    compared = [side[:_LINES] for side in middle]
+    parts: list[tuple[str, list[str], list[str]]] = [("equal", sides[0][:start], [])]
+    matcher = SequenceMatcher(None, compared[0], compared[1])
     for tag, a_start, a_stop, b_start, b_stop in matcher.get_opcodes():
-        if tag == "equal":
-            found += [[" ", line] for line in sides[0][a_start:a_stop]]
-        else:
-            found += [["-", line] for line in sides[0][a_start:a_stop]]
-            found += [["+", line] for line in sides[1][b_start:b_stop]]
+        parts.append((tag, compared[0][a_start:a_stop], compared[1][b_start:b_stop]))
+    parts.append(("equal", sides[0][len(sides[0]) - stop :], []))
+    found: list[list[str]] = []
+    for number, (kind, a_lines, b_lines) in enumerate(parts):
+        if kind == "equal":
+            found += _equal_lines(a_lines, number > 0, number < len(parts) - 1)
+            continue
+        found += [["-", _cut_line(line)] for line in a_lines]
+        found += [["+", _cut_line(line)] for line in b_lines]
+    if left := [len(side) - _LINES for side in middle if len(side) > _LINES]:
+        found.append(["…", f"{many(sum(left), 'line')} not compared"])
     return found
+
+
+def _equal_start(a: list[str], b: list[str]) -> int:
+    """How many lines are equal from the first one on."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(a), len(b)))
+
+
+def _equal_lines(lines: list[str], after: bool, before: bool) -> list[list[str]]:
+    """Equal lines; only those near a change.
+
+    Args:
+        after: a change is before them.
+        before: a change is after them.
+    """
+    shown = [[" ", _cut_line(line)] for line in lines]
+    first, last = _NEAR * after, _NEAR * before
+    left = len(lines) - first - last
+    if left <= _NEAR:
+        return shown
+    note = ["…", many(left, "equal line")]
+    return [*shown[:first], note, *shown[len(shown) - last :]]
+
+
+def _cut_line(line: str) -> str:
+    left = len(line) - _LINE_CHARS
+    return line if left <= 0 else f"{line[:_LINE_CHARS]}… {many(left, 'more character')}"
 
 
 def _decoded(text: Any) -> Any:

@@ -159,10 +159,13 @@ class Critic:
     def __init__(self) -> None:
         self.answers = 0
         self.refuses_after = 10**6
+        self.hangs = False
 
     def __call__(self, request: Any) -> Any:
         if self.answers >= self.refuses_after:
             return {"fault": "auth"}
+        if self.hangs:
+            return {"text": "too late", "latency_s": 3600}
         self.answers += 1
         return '{"reason": "It is.", "verdict": "yes"}'
 
@@ -219,7 +222,15 @@ async def test_grades_before_a_refused_key_are_kept(lab: Lab) -> None:
         answered = [c for row in rows for c in row["calls"] if c["outcome"] == "ok"]
         assert len(answered) == critic.answers
         assert (rows[2]["error"] or "").startswith("AuthError")
-        critic.refuses_after = 10**6
+        critic.refuses_after, critic.hangs = 10**6, True
+        limit = ("env.reward_seconds", 0.2)
+        hung = await regrade_run(lab.out, [AGAIN, limit], concurrency=6)
+        assert (hung.stopped, hung.graded, hung.known) == (None, 0, 2)
+        late = lab.rows("grades")[3:]
+        reason = "compute_reward() ran for more than 0.2 s (env.reward_seconds)"
+        assert [reason in row["error"] for row in late] == [True] * hung.failed == [True] * 4
+        assert hung.lines()[0].startswith("0 graded (0 with another reward), 4 could not be judged")
+        critic.hangs = False
         second = await regrade_run(lab.out, [AGAIN], concurrency=3)
         assert (second.stopped, second.graded, second.known) == (None, 4, 2)
         assert critic.answers == 2 * ASKS + 1 + 4 * ASKS

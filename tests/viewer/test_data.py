@@ -20,6 +20,7 @@ from served import COMMAND, Served, serving
 from hermes_rl import load_run
 from hermes_rl.models.tokens import load_tokenizer
 from hermes_rl.store import JournalWriter, Publisher, open_run
+from hermes_rl.viewer import RunIndex, diff_attempts
 
 
 def units(served: Served, run: str = "small-model", **wanted: Any) -> list[dict[str, Any]]:
@@ -201,17 +202,51 @@ def test_two_attempts_are_compared_message_by_message(served: Served) -> None:
     assert [head["turns"] for head in found["heads"]] == [3, 2]
 
 
+def test_a_change_late_in_a_long_text_is_found_and_what_is_left_out_is_counted(runs: Path) -> None:
+    index = RunIndex(runs / "small-model")
+    row = index.row(index.table["trajectory_id"][0].as_py())
+    index.close()
+
+    def changed(**messages: Any) -> list[list[str]]:
+        sides = [
+            {**row, "messages": [json.dumps({"role": "tool", **m})]} for m in messages.values()
+        ]
+        (step,) = diff_attempts(*sides)["steps"]
+        lines: list[list[str]] = step["lines"]
+        return lines
+
+    numbers = list(map(str, range(10_000)))
+    other = [*numbers[:9_000], "new " + 5_000 * "x", *numbers[9_001:]]
+    near = [[" ", str(n)] for n in (8_997, 8_998, 8_999, 9_001, 9_002, 9_003)]
+    lines = changed(a={"content": "\n".join(numbers)}, b={"content": "\n".join(other)})
+    assert lines == [
+        *(["…", "8,997 equal lines"], *near[:3], ["-", "9000"]),
+        *(["+", f"new {1_996 * 'x'}… 3,004 more characters"], *near[3:]),
+        ["…", "996 equal lines"],
+    ]
+    texts = ["\n".join(f"{side}{n}" for n in range(3_000)) for side in "ab"]
+    lines = changed(a={"content": texts[0]}, b={"content": texts[1]})
+    assert (len(lines), lines[-1]) == (4_001, ["…", "2,000 lines not compared"])
+    lines = changed(a={"content": "x", "name": "one"}, b={"content": "x", "name": "two"})
+    assert [text.strip() for sign, text in lines if sign != " "] == [
+        '"name": "one",',
+        '"name": "two",',
+    ]
+
+
 def test_two_runs_are_compared(served: Served) -> None:
     found = served.get("diff/runs", run="small-model", run2="large-model")
     settings = {one["name"]: (one["a"], one["b"]) for one in found["settings"]}
     assert settings["agent.limits.max_turns"] == (4, 2)
     assert settings["model.name"] == ("small-model", "large-model")
     assert not [name for name in settings if name.startswith("versions")]
-    assert found["tasks"] == {"common": 10, "only_a": [], "only_b": [], "edited": []}
+    counts = {"only_a": 0, "only_b": 0, "edited": 0}
+    alone: dict[str, list[str]] = {name: [] for name in counts}
+    assert found["tasks"] == {"common": 10, **alone, "counts": counts}
     assert (found["prompt"], found["tools"]) == ([], [])
     assert [one["done"] for one in found["results"]] == [36, 36]
     other = served.get("diff/runs", run="small-model", run2="rl/exact")
-    assert len(other["tasks"]["only_a"]) == 10
+    assert len(other["tasks"]["only_a"]) == other["tasks"]["counts"]["only_a"] == 10
     assert any(sign == "+" for sign, _ in other["prompt"])
 
 

@@ -87,6 +87,7 @@ async def test_hostile_texts_are_only_text(served: Served, browser: Browser) -> 
         assert await browser.run("document.getElementById('page').innerText.length") > 0
         text = await browser.text()
         assert not set("\x00\x07\x1b\u202e\u2066\u200b") & set(text)
+        assert "[object" not in text
     policy = [problem for problem in browser.problems if "404" not in problem]
     assert not [one for one in policy if "400 (Bad Request)" not in one], policy
     assert all(
@@ -112,6 +113,7 @@ async def test_long_texts_fold_and_images_show(served: Served, browser: Browser)
 async def test_pages_fit_their_window_in_light_and_dark(
     served: Served, browser: Browser, width: int, tmp_path: Path
 ) -> None:
+    a, b = (r["trajectory_id"] for r in served.get("units", run="small-model")["rows"][:2])
     row = served.get("units", run="small-model", task="sort-1")["rows"][0]
     exact = served.get("units", run="rl/exact")["rows"][0]
     pages = {
@@ -120,6 +122,7 @@ async def test_pages_fit_their_window_in_light_and_dark(
         "unit": served.page("unit", run="small-model", id=row["trajectory_id"]),
         "groups": served.page("groups", run="small-model"),
         "tokens": served.page("tokens", run="rl/exact", id=exact["trajectory_id"]),
+        "diff": served.page("diff", run="small-model", id=a, run2="small-model", id2=b),
         "rundiff": served.page("rundiff", run="small-model", run2="large-model"),
     }
     colours = set()
@@ -129,6 +132,9 @@ async def test_pages_fit_their_window_in_light_and_dark(
             await browser.go(page)
             assert await browser.run("document.documentElement.scrollWidth") <= width
             colours.add((dark, await browser.run(FONT)))
+            if name == "diff":  # the longest name of a task that has no space
+                await browser.run(f"document.querySelector('bdi').textContent = {'x' * 300!r}")
+                assert await browser.run("document.documentElement.scrollWidth") <= width
             if name == "rundiff":
                 tables = "[...document.querySelectorAll('table')].map((t) => t.innerText)"
                 assert all("large-model" in text for text in await browser.run(tables))

@@ -142,7 +142,7 @@ async function unit(query) {
   return {
     crumbs: [[query.run, link("run", list?.run === query.run ? list.query : { run: query.run })], [query.sub ? `${name}, sub-agent` : name]],
     content: [
-      h("h1", {}, clean(name), " ", badge(`reward ${fmt.reward(head.reward)}`, verdict(head.reward)), " ", badge(ended(head), head.status === "ok" ? "none" : "bad")),
+      h("h1", {}, named(head), " ", badge(`reward ${fmt.reward(head.reward)}`, verdict(head.reward)), " ", badge(ended(head), head.status === "ok" ? "none" : "bad")),
       head.error ? text(head.error, ".error") : null,
       facts(pair("turns", fmt.count(head.turns)), pair("tokens in", fmt.count(u.input_tokens), `${fmt.count(u.cache_read_tokens)} from cache`), pair("from cache", u.cache_read_tokens ? fmt.count(u.cache_read_tokens) : null), pair("tokens out", fmt.count(u.output_tokens)),
         pair("of it reasoning", u.reasoning_tokens ? fmt.count(u.reasoning_tokens) : null), pair("cost", cost(head)), pair("time", fmt.seconds(t.total_s)), pair("model", clean(head.model || "–")), pair("attempt", head.attempt + 1), pair("unit", h("code", {}, head.unit_id.slice(0, 12)))),
@@ -294,10 +294,21 @@ async function tokens(query) {
   };
 }
 
-const lines = (all) => h("pre.diff", {}, all.map(([sign, line]) => h(`span.${sign === "+" ? "added" : sign === "-" ? "removed" : "same"}`, {}, `${sign} ${clean(line)}\n`)));
+const KINDS = { "+": "added", "-": "removed", "…": "note" };
+const diffLines = (all) => h("pre.diff", {}, all.map(([sign, line]) => h(`span.${KINDS[sign] ?? "same"}`, {}, `${sign} ${clean(line)}\n`)));
+// Of many added or removed lines, those after the first 40 are folded.
+function lines(all) {
+  const parts = [];
+  for (const line of all) {
+    const last = parts[parts.length - 1];
+    if (last?.[0][0] === line[0]) last.push(line); else parts.push([line]);
+  }
+  return parts.map((part) => part.length < 50 ? diffLines(part) : [diffLines(part.slice(0, 40)), h("details", {}, h("summary", {}, `${fmt.count(part.length - 40)} more lines`), diffLines(part.slice(40)))]);
+}
+const named = (row) => [h("bdi", {}, clean(row.task_id)), ` #${row.repeat}`];
 async function diff(query) {
   const found = await get("diff/units", query), [a, b] = found.heads;
-  const side = (head, run, id, name) => h("div", {}, h("h2", {}, `${name}: `, h("a", { href: link("unit", { run, id }) }, clean(`${head.task_id} #${head.repeat}`)), " ", badge(fmt.reward(head.reward), verdict(head.reward))),
+  const side = (head, run, id, name) => h("div", {}, h("h2", {}, `${name}: `, h("a", { href: link("unit", { run, id }) }, named(head)), " ", badge(fmt.reward(head.reward), verdict(head.reward))),
     h("p.soft", {}, clean(run)), facts(pair("ending", clean(ended(head))), pair("turns", head.turns), pair("tokens", fmt.count(head.total_tokens)), pair("cost", fmt.usd(head.cost_usd)), pair("time", fmt.seconds(head.total_s)), pair("model", clean(head.model || "–"))), head.error ? h("p.error", {}, clean(head.error)) : null, grading(head));
   const at = (step, key, run, id) => h("a", { href: link("unit", { run, id, from: Math.floor(step[key] / 60) * 60 || "", m: step[key] }) }, `${key.toUpperCase()} ${step[key]}`);
   const steps = found.steps.map((s) => s.op === "equal" ? h("p.context", { "data-row": 1 }, `${fmt.many(s.count, "equal message")}: `, at(s, "a", query.run, query.id), " ", at(s, "b", query.run2, query.id2))
@@ -311,18 +322,18 @@ async function rundiff(query) {
   const share = (r) => (r.graded ? `${r.solved} of ${r.graded} (${fmt.share(r.solved / r.graded)})` : "not graded");
   const figures = [["units done", (r) => fmt.count(r.done)], ["solved", share], ["mean reward", (r) => fmt.reward(r.mean_reward)], ["failed attempts", (r) => fmt.count(r.failed_attempts)], ["mean turns", (r) => fmt.reward(r.mean_turns)], ["tokens", (r) => fmt.count(r.tokens)], ["cost", cost], ["mean time", (r) => fmt.seconds(r.mean_seconds)]];
   const heads = () => ["", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t));
-  const tasks = found.tasks, listed = (name, all) => (all.length ? more(`${fmt.many(all.length, "task")} ${name}`, h("ul", {}, all.map((t) => h("li", {}, clean(t))))) : null);
+  const tasks = found.tasks, listed = (name, key) => (tasks[key].length ? more(`${fmt.many(tasks.counts[key], "task")} ${name}`, h("ul", {}, tasks[key].map((t) => h("li", {}, clean(t)))), tasks.counts[key] > tasks[key].length ? h("p.soft", {}, `and ${fmt.count(tasks.counts[key] - tasks[key].length)} more`) : null) : null);
   return {
     crumbs: [["compare runs"]],
     content: [
       h("h1", {}, "Two runs"),
       h("h2", {}, "Results"), table("plain", heads(), figures.map(([name, of]) => h("tr", {}, h("th", {}, name), cell(of(a)), cell(of(b))))),
       h("h2", {}, "Settings"), found.settings.length ? table("plain", heads(), found.settings.map((s) => h("tr", {}, h("th", {}, clean(s.name)), cell(value(s.a)), cell(value(s.b))))) : h("p", {}, "All settings and versions are equal."),
-      h("h2", {}, "Tasks"), h("p", {}, `${fmt.count(tasks.common)} in both`), listed("only in the first", tasks.only_a), listed("only in the second", tasks.only_b), listed("with other content", tasks.edited),
+      h("h2", {}, "Tasks"), h("p", {}, `${fmt.count(tasks.common)} in both`), listed("only in the first", "only_a"), listed("only in the second", "only_b"), listed("with other content", "edited"),
       h("h2", {}, "Prompt and tools"), found.prompt.length || found.tools.length ? [found.prompt.length ? lines(found.prompt) : null, found.tools.length ? lines(found.tools) : null] : h("p", {}, "Equal for the first common task."),
       h("h2", {}, `Tasks with another mean reward: ${fmt.count(found.changed_count)}`),
       table("rows", ["task", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t)), found.changed.map((t) => h("tr", { "data-row": t.task_id }, cell(clean(t.task_id), "task"), ...["a", "b"].map((s) => h("td", {}, h("a", { href: link("run", { run: s === "a" ? query.run : query.run2, task: t.task_id }) }, badge(fmt.reward(t[s].reward), verdict(t[s].reward)), ` ${fmt.many(t[s].units, "unit")}`)))))),
-    ].flat().filter(Boolean),
+    ].flat(Infinity).filter(Boolean),
   };
 }
 
