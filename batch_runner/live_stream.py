@@ -11,6 +11,7 @@ from batch_runner.live import LiveGroups
 from batch_runner.progress import Silent, View
 from batch_runner.runner import arun_batch
 from hermes_rl.config import RunConfig
+from hermes_rl.models.tokens import PROBLEMS
 from hermes_rl.ports import Receipt
 from hermes_rl.rl import LiveOptions
 from hermes_rl.store import Disposition
@@ -22,14 +23,14 @@ ERRORS_LOGGED = 20
 
 
 class _Logged(Silent):
-    """Shows nothing, since the terminal is the trainer's: notes go to the log. Its warnings are the
-    endpoints that do not answer, and the errors of rollouts, each once."""
+    """Shows nothing, since the terminal is the trainer's: notes go to the log. Its warnings: that
+    nothing can be trained on, endpoints that do not answer, and errors of rollouts, each once."""
 
     def __init__(self) -> None:
         self._errors: set[str] = set()
 
     def note(self, text: str) -> None:
-        _log.info("%s", text)
+        _log.log(logging.WARNING if text.startswith(PROBLEMS) else logging.INFO, "%s", text)
 
     def attempt(self, receipt: Receipt, disposition: Disposition) -> None:
         error, logged = receipt.error, self._errors

@@ -285,13 +285,32 @@ async def test_a_spent_budget_ends_the_stream_with_the_reason(lab: Lab) -> None:
             await take(stream, 2)
 
 
-async def test_a_base_url_without_its_version_is_named(lab: Lab) -> None:
+async def test_an_engine_whose_answers_cannot_be_trained_is_named(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no such route, since `/v1` is missing; or it returns logprobs of another model."""
     lab.write(TALK)
-    async with ExactEngine(ExactConfig(tokenizer=write_tiny_tokenizer(lab.path / "t"))) as engine:
-        policy = Policy(model="policy", base_url=engine.root_url, tokens="off")
+    tokenizer = write_tiny_tokenizer(lab.path / "tokenizer")
+
+    def warnings() -> list[str]:
+        found = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        caplog.clear()
+        return [text for text in found if "token ids" in text or "trainable" in text]
+
+    async with ExactEngine(ExactConfig(tokenizer=tokenizer)) as engine:
+        policy = Policy(model="toy", base_url=engine.root_url)
         async with open_stream(lab, None, policy=policy) as stream:
             with pytest.raises(RolloutsStopped, match="; base_url does not end with /v1, which"):
                 await anext(stream)
+        (text,) = warnings()
+        assert text.startswith("no token ids: 127.0.0.1")
+        config = {"sandbox": {"backend": "none"}, "run": {"allow_unsandboxed": True}}
+        config["model"] = {"temperature": 0.5}
+        policy = Policy(model="toy", base_url=engine.base_url, tokens="vllm", tokenizer=tokenizer)
+        env = str(lab.path / "made_up.py")
+        async with rollouts(env, policy, out=lab.path / "warm", limit=1, config=config):
+            (text,) = warnings()
+        assert text.startswith("nothing will be trainable: logprobs are of the model before temp")
 
 
 def test_a_synchronous_trainer_uses_the_same_stream(lab: Lab) -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hermes_rl.models.tokens.parsers import PARSERS, Parsed, ToolCallParser, find_parser, typed
     from hermes_rl.models.tokens.plan import (
         NO_IDS,
+        PROBLEMS,
         PlanCall,
         Spelling,
         TokenPlan,

@@ -19,6 +19,10 @@ Spelling = Literal["vllm", "sglang"]
 """The engine whose field names the ids in chat answers have."""
 
 
+PROBLEMS = ("no token ids: ", "nothing will be trainable: ")
+"""How the lines of a plan begin that leave a trainer nothing to train on."""
+
+
 class PlanCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the search, as the manifest lists it."""
 
@@ -62,13 +66,13 @@ class TokenPlan(msgspec.Struct, frozen=True, kw_only=True):
             extra: further fields of its requests' bodies.
         """
         if not self.exact:
-            return [f"no token ids: {self.why}. Rows get no segments"] if self.why else []
+            return [f"{PROBLEMS[0]}{self.why}. Rows get no segments"] if self.why else []
         kind = self.logprobs if self.calls else "as its answers report"
         lines = [f"token ids by {self.way}; logprobs: {kind}"]
         if sampling is not None and (
             why := self._untrainable(with_explicit_filters(sampling), extra or {})
         ):
-            lines.append(f"nothing will be trainable: {why}")
+            lines.append(f"{PROBLEMS[1]}{why}")
         return lines + [f"template: {line}" for line in self.template]
 
     def _untrainable(self, sent: Sampling, extra: Mapping[str, Any]) -> str | None:
