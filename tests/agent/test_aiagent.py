@@ -138,7 +138,7 @@ def test_interrupt_with_a_message_goes_on_with_that(make: Make) -> None:
         start = time.monotonic()
         result = agent.run_conversation(say(*steps))
         thread.join()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25
         assert result["final_response"] == "Changed my mind, as you said."
         assert [m["role"][0] for m in result["messages"]] == list("suatua")
         assert result["messages"][4]["content"] == "Do something else."
@@ -163,7 +163,7 @@ def test_interrupt_without_a_message_ends_the_run(make: Make) -> None:
         threading.Thread(target=interrupt).start()
         start = time.monotonic()
         result = agent.run_conversation(say([{"text": "late", "latency_s": 30}, "late"], "second"))
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25
         assert (result["completed"], result["end_reason"]) == (False, "interrupted")
         assert result["final_response"] is None
         assert [c["outcome"] for c in result["calls"]] == ["cancelled"]

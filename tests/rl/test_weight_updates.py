@@ -46,6 +46,15 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def all_arrived(engine: ExactEngine) -> int:
+    """Wait until what was sent before a pause has arrived. Returns the number of requests."""
+    async with asyncio.timeout(60):
+        before = -1
+        while before != (before := engine.requests):  # noqa: ASYNC110
+            await asyncio.sleep(0.3)
+    return before
+
+
 def make_engine(lab: Lab, **more: Any) -> ExactEngine:
     tokenizer = write_tiny_tokenizer(lab.path / "tokenizer")
     return ExactEngine(
@@ -288,8 +297,8 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
             await until(lambda: engine.requests >= 12 and any(engine.running.tokens))
             engine.running.pause("keep")
             await policy.pause()
+            requests = await all_arrived(engine)
             engine.running.abort_all()
-            requests = engine.requests
             await asyncio.sleep(0.6)
             assert engine.requests == requests, "no call starts, not even the rest of an answer"
             await policy.set_version(2)
@@ -386,9 +395,8 @@ async def test_pauses_and_cut_answers_on_ray_workers(
             await policy.resume()
             for version in (2, 3):
                 await policy.pause()
-                await asyncio.sleep(0.2)  # what was sent before the pause arrives
+                requests = await all_arrived(engine)
                 engine.running.abort_all()
-                requests = engine.requests
                 await asyncio.sleep(0.6)
                 assert engine.requests == requests, "no call starts in any worker"
                 engine.running.set_version(str(version))

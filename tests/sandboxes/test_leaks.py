@@ -185,7 +185,7 @@ async def test_a_worker_killed_while_it_starts_sandboxes(
     time.sleep(delay_s)  # noqa: ASYNC251  (nothing else runs here)
     worker.kill()
     worker.wait()
-    until(lambda: not watchdog.tagged(f"{worker.pid}-".encode()), 5)
+    until(lambda: not watchdog.tagged(f"{worker.pid}-".encode()))
     await use(Bubblewrap, worker_state)
     assert [*(worker_state / "boxes").iterdir()] == []
 
