@@ -22,7 +22,7 @@ from hermes_rl.aio import run_sync
 from hermes_rl.config import RunConfig
 from hermes_rl.definitions import missing_tools
 from hermes_rl.evals import stats
-from hermes_rl.store import Ledger, RunDir, fetch_run, read_commits, refuse_changes
+from hermes_rl.store import Ledger, RunDir, fetch_run, load_ledger, refuse_changes
 from hermes_rl.text import many
 from hermes_rl.usage import cost_text
 
@@ -173,14 +173,13 @@ async def dry_run(config: RunConfig) -> Forecast:
 
 
 def _ledger(run_dir: RunDir, settings: Settings) -> Ledger:
-    ledger = Ledger(settings.config.run.max_attempts)
     epochs = run_dir.epochs()
     if epochs:
         run_dir.epoch(epochs[-1])
         refuse_changes(run_dir.path, run_dir.epoch(epochs[0]).identity, settings.identity)
-        ledger.load(read_commits(run_dir))
-        if settings.config.run.retry_failed:
-            ledger.reopen_given_up()
+    ledger = load_ledger(run_dir, settings.config.run.max_attempts)
+    if settings.config.run.retry_failed:
+        ledger.reopen_given_up()
     return ledger
 
 

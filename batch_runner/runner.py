@@ -378,6 +378,7 @@ class _Run:
     async def _merge_at_end(self) -> None:
         """Merge the files of a start that left many small ones. No failure ends the run."""
         try:
+            await self.driver.write_checkpoint()
             if self._unmerged or not await asyncio.to_thread(self.driver.has_many_small_files):
                 return
             self.driver.many_files.set()
@@ -484,10 +485,10 @@ class _Run:
         )
 
     async def _run_monitored(self, start: StartWorker, coordinator: Coordinator) -> None:
-        """Run the units; monitor endpoints and merge small files meanwhile."""
+        """Run the units; monitor endpoints, and tend the store, meanwhile."""
         ends = threading.Event()
-        jobs = self.monitor.run(coordinator), self._merge_while_running(ends.is_set)
-        beside = [asyncio.create_task(job) for job in jobs]
+        jobs = [self.monitor.run(coordinator), self._merge_while_running(ends.is_set)]
+        beside = [asyncio.create_task(job) for job in [*jobs, self.driver.write_checkpoints()]]
         try:
             await self._dispatch_all(start)
         finally:

@@ -40,9 +40,9 @@ from hermes_rl.store import (
     Publisher,
     Run,
     decode_metrics,
+    load_ledger,
     load_run,
     open_run,
-    read_commits,
     write_stats,
 )
 from hermes_rl.text import SECRETS
@@ -262,10 +262,8 @@ class _Work:
             with _Paid(out / PAID) as paid:
                 await self._write_all(driver, journal, publisher, _Summaries(link, paid, self))
             await publisher.drain()
-            await in_thread(driver.ledger.load, read_commits(driver.run_dir))
-            await in_thread(
-                write_stats, driver.run_dir, driver.ledger, {"units": len(driver.ledger)}
-            )
+            ledger = await in_thread(load_ledger, driver.run_dir)
+            await in_thread(write_stats, driver.run_dir, ledger, {"units": len(ledger)})
         (out / PAID).unlink(missing_ok=True)  # all of it is in rows
         return self.report
 

@@ -9,7 +9,8 @@
 | `recovery` | what a killed run left |
 | `snapshots` `compaction` | small parts replaced by merged ones, in one step per table |
 | `integrity` `repair` | checks of every file, and repair |
-| `ledger` `summary` `stats` | what is done, given up and open; sums; stats.json, report.html |
+| `ledger` `checkpoint` | what is done, given up and open, and its sorted file |
+| `summary` `stats` | sums; stats.json, report.html |
 | `reader` | `load_run`: frames and Arrow; who drives a run, and what is in flight |
 | `rows` `schema` | the content of journal lines; the Arrow schemas of the tables |
 | `remote` `mirror` | a run at a URL: its log and copies; the driver that mirrors into it |
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
+    from hermes_rl.store.checkpoint import open_checkpoint
     from hermes_rl.store.commit import (
         BatchSummary,
         Commit,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         Driver,
         OpenOptions,
         append_attempts,
+        begin_epoch,
         open_run,
         refuse_changes,
     )
@@ -67,7 +70,13 @@ if TYPE_CHECKING:
         SealPolicy,
         encode,
     )
-    from hermes_rl.store.ledger import LOST_WORKERS_MAX, Disposition, Ledger
+    from hermes_rl.store.ledger import (
+        LOST_WORKERS_MAX,
+        Disposition,
+        Ledger,
+        load_ledger,
+        write_checkpoint,
+    )
     from hermes_rl.store.mirror import Mirror, changed_run, open_mirror
     from hermes_rl.store.parts import STEP_BYTES, PartWriter, array_of, table_of, to_arrow
     from hermes_rl.store.processes import ProcessId

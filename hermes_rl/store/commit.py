@@ -5,11 +5,12 @@ A redo writes the same rows under the same names, so it may be killed and repeat
 
 from __future__ import annotations
 
+import itertools
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -41,6 +42,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None
     fatal_command: str | None = None
     """The tool call during which its sandbox died."""
+
+
+class Unit(NamedTuple):
+    """The history of one unit."""
+
+    done: int
+    """Its rows in `trajectories`; more than one means that the run is damaged."""
+    cause: int
+    """Code of the last attempt's cause."""
+    counted: int
+    """Failures that count against `max_attempts`."""
+    lost: int
+    """Workers that died under it."""
+    attempts: int
+    """Number of the next attempt."""
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,12 +337,14 @@ def _is_published(run_dir: RunDir, stem: str) -> bool:
     return not any(part_fault(run_dir, stem, part, content=True) for part in commit.parts)
 
 
-def read_commits(run_dir: RunDir) -> Iterator[Commit]:
-    """Yield all commits. Units whose rows are missing are not done in them.
+def read_commits(
+    run_dir: RunDir, skip: Callable[[str], bool] = lambda _: False
+) -> Iterator[Commit]:
+    """Yield all commits but those of some stems. Units whose rows are missing are not done in them.
 
     Raises: StoreError when one cannot be read.
     """
-    for stem in run_dir.commit_stems():
+    for stem in itertools.filterfalse(skip, run_dir.commit_stems()):
         yield _without_missing_rows(run_dir, read_commit(run_dir, stem))
 
 

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from hermes_rl.ports import Receipt, WorkItem
 from hermes_rl.store.commit import Prepared, commit_batch
 from hermes_rl.store.files import add_digest, convert_os_errors
 from hermes_rl.store.journal import Dispatched, DispatchJournal, JournalWriter, Publisher
-from hermes_rl.store.ledger import Disposition, Ledger
+from hermes_rl.store.ledger import Disposition, Ledger, open_ledger, write_checkpoint
 from hermes_rl.store.processes import HeldLock
 from hermes_rl.store.recovery import Recovery, RecoveryReport, duplicate_message, quarantined
 from hermes_rl.store.rows import Derived, Finished
@@ -37,6 +38,12 @@ SMALL_FILE = 16 * 1024 * 1024
 
 MERGE_GROUPS = 8
 """Files of about 256 MB that one merge writes while workers run; the next one continues."""
+
+CHECKPOINT_S = 60.0
+"""How often a run looks whether a checkpoint is due."""
+
+MOST_UNITS = 2_000_000
+"""Attempts without a checkpoint, in the largest runs."""
 
 _MAX_VALUE_CHARS = 40
 """Longer values are cut in error messages."""
@@ -107,6 +114,8 @@ class OpenOptions:
     """The lowest epoch that may be used; other machines may have used those below."""
     many_files: int = 50
     """Small files of a table after which a running driver merges them."""
+    many_units: int = 100_000
+    """Units without a checkpoint after which a running driver writes one."""
 
 
 class Driver:
@@ -138,6 +147,8 @@ class Driver:
         """Set when so many small files were committed that `merge_files` should run."""
         self._small_files: Counter[str] = Counter()
         """By table, since the last merge."""
+        self._unsaved = len(ledger.changed)
+        """Attempts that the checkpoint lacks."""
 
     @property
     def report(self) -> RecoveryReport:
@@ -212,6 +223,7 @@ class Driver:
                 if prepared.writer in self._given_up:
                     raise StoreError(f"writer {prepared.writer} was given up")
                 await in_thread(self._commit_batch, prepared)
+        self._unsaved += len(prepared.commit.keys.unit_id)
         parts = prepared.commit.parts
         self._small_files.update(part.table for part in parts if part.size < SMALL_FILE)
         if max(self._small_files.values(), default=0) > self._options.many_files:
@@ -232,6 +244,29 @@ class Driver:
         tables = ([p.stat().st_size for p in self.run_dir.parts(table)] for table in TABLES)
         most = max(sum(size < SMALL_FILE for size in sizes) for sizes in tables)
         return most > self._options.many_files
+
+    async def write_checkpoints(self) -> None:
+        """Write each checkpoint that is due, until cancelled."""
+        while True:
+            await asyncio.sleep(CHECKPOINT_S)
+            await self.write_checkpoint()
+
+    async def write_checkpoint(self) -> None:
+        """Write another checkpoint if many units were committed since the last one: at least half
+        of those that it has, so that a run writes few, but two million are enough. Without it, a
+        start reads more commits, so no failure matters."""
+        half = len(self.ledger.base or ()) // 2
+        due = max(self._options.many_units, min(half, MOST_UNITS))
+        if self._lock is not None and self._unsaved >= due:
+            with self._lock.shared():
+                await to_end(in_thread(self._write_checkpoint))
+
+    def _write_checkpoint(self) -> None:
+        self._unsaved = 0  # commits from now on may be left for the next one
+        with suppress(StoreError, OSError):
+            made = write_checkpoint(self.run_dir, self.epoch, self.ledger.base)
+            if made is not None:
+                self.ledger.rebase(made)
 
     async def merge_files(
         self,
@@ -385,7 +420,8 @@ def _open(
                     f"{damaged[0]} waits for `hermes-rl check {run_dir.path} --repair`, "
                     "which saves its good lines"
                 )
-            recovery, ledger = Recovery(run_dir, epoch), Ledger(options.max_attempts)
+            recovery = Recovery(run_dir, epoch)
+            ledger = open_ledger(run_dir, options.max_attempts)
             recovery.report.epochs_lost = epoch.epoch - len(run_dir.epochs())
             report = recovery.recover_writers(ledger, grace_s=options.grace_s)
             if report.duplicates:

@@ -1,19 +1,24 @@
 """The state of every unit: done, given up or open, and its attempts.
 
-A dictionary of 16-byte ids. Units with equal histories share one record: a million units take about
-110 MB. Lookups are thread-safe.
+A dictionary of 16-byte ids over a checkpoint, which is a sorted file. In the dictionary, units with
+equal histories share one record: a million units take about 110 MB. Lookups are thread-safe.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from hermes_rl.errors import CAUSES
-from hermes_rl.store.commit import Commit
+from hermes_rl.store.commit import Commit, Unit, read_commit, read_commits
+from hermes_rl.store.rundir import CHECKPOINT, RunDir
 from hermes_rl.store.summary import Summary
+
+if TYPE_CHECKING:
+    from hermes_rl.store.checkpoint import Checkpoint
 
 Disposition = Literal["done", "given_up", "open"]
 
@@ -30,21 +35,6 @@ _LOST = _CODES["worker_lost"]
 _NONE = 254
 
 
-class Unit(NamedTuple):
-    """The history of one unit."""
-
-    done: int
-    """Its rows in `trajectories`; more than one means that the run is damaged."""
-    cause: int
-    """Code of the last attempt's cause."""
-    counted: int
-    """Failures that count against `max_attempts`."""
-    lost: int
-    """Workers that died under it."""
-    attempts: int
-    """Number of the next attempt."""
-
-
 _NEW = Unit(0, _NONE, 0, 0, 0)
 
 
@@ -53,17 +43,24 @@ class Ledger:
 
     Args:
         max_attempts: counted failures after which a unit is given up.
+        base: the states to begin with.
     """
 
-    def __init__(self, max_attempts: int = 3) -> None:
+    def __init__(self, max_attempts: int = 3, base: Checkpoint | None = None) -> None:
         self.max_attempts = max_attempts
+        self.base = base
         self.summary = Summary()
         """Summary of all loaded commits."""
         self.done = 0
         self.given_up = 0
+        self._known = 0
         self._units: dict[bytes, Unit] = {}
         self._fatal_commands: dict[bytes, tuple[str, ...]] = {}
         """Only of units whose sandbox died during a tool call."""
+        if base is not None:
+            self.summary.merge(base.summary)
+            self._fatal_commands |= base.fatal_commands
+            self._count()
 
     def disposition(self, unit_id: str) -> Disposition:
         """done, given_up or open; an unknown unit is open."""
@@ -72,17 +69,17 @@ class Ledger:
     def is_done(self, key: bytes) -> bool:
         """Whether `trajectories` has the unit with this `identity.unit_key`. A resume calls this
         for every unit."""
-        unit = self._units.get(key)
-        return unit is not None and unit.done > 0
+        return self._of(key).done > 0
 
     def all_done(self, keys: bytes) -> bool:
         """Whether `is_done` for each of these keys, of 16 bytes each."""
+        left: Iterable[bytes]
+        if self.base is None:
+            left = (keys[at : at + 16] for at in range(0, len(keys), 16))
+        else:
+            left = self.base.open_among(keys)
         units = self._units
-        for at in range(0, len(keys), 16):
-            unit = units.get(keys[at : at + 16])
-            if unit is None or not unit.done:
-                return False
-        return True
+        return all((unit := units.get(key)) is not None and unit.done for key in left)
 
     def next_attempt(self, unit_id: str) -> int:
         """The number of the unit's next attempt: highest known + 1, from 0."""
@@ -111,6 +108,7 @@ class Ledger:
     ) -> Disposition:
         """Record one attempt's end, from a receipt or from recovery."""
         before = self._get(unit_id)
+        self._known += not before.attempts
         after = _record_attempt(before, attempt, _DONE if done else _CODES[cause or "harness"])
         key = bytes.fromhex(unit_id)
         self._units[key] = after
@@ -127,21 +125,53 @@ class Ledger:
         for commit in commits:
             self.summary.merge(commit.summary)
             self._load_commit(commit, duplicates)
-        self.done = self.given_up = 0
-        for unit, count in Counter(self._units.values()).items():
-            self._recount(self._disposition_of(unit), count)
+        self._count()
         return sorted(key.hex() for key in duplicates)
+
+    def states(self) -> Counter[Unit]:
+        """How many units have each state."""
+        counts = Counter(self._units.values())
+        if self.base is not None:
+            counts += self.base.counts
+            before = (self.base.get(key) for key in self._units)
+            counts -= Counter(unit for unit in before if unit is not None)
+        return counts
+
+    @property
+    def changed(self) -> Mapping[bytes, Unit]:
+        """The units that have changed since the checkpoint."""
+        return self._units
+
+    def covers(self, stem: str) -> bool:
+        """Whether the checkpoint has this batch."""
+        return self.base is not None and self.base.covers(stem)
+
+    def rebase(self, base: Checkpoint) -> None:
+        """Use a newer checkpoint, and free what it has. Other threads may use the ledger."""
+        self.base = base
+        for key in list(self._units):
+            unit = self._units.get(key)
+            # Finished units do not change any more; another one may at this moment.
+            if unit is not None and unit.done and base.get(key) == unit:
+                del self._units[key]
 
     def reopen_given_up(self) -> int:
         """Reopen all units that were given up, and reset their failures."""
-        return self.reopen(unit for unit, state in [*self.units()] if state == "given_up")
+
+        def given_up(unit: Unit) -> bool:
+            return self._disposition_of(unit) == "given_up"
+
+        found = {key for key, unit in self._units.items() if given_up(unit)}
+        if self.base is not None:
+            found |= {key for key in self.base.keys_of(given_up) if key not in self._units}
+        return self.reopen(key.hex() for key in found)
 
     def reopen(self, unit_ids: Iterable[str]) -> int:
         """Reopen units that were given up, and reset their failures. Returns their number."""
         reopened = 0
         for unit_id in unit_ids:
             key = bytes.fromhex(unit_id)
-            self._units[key] = _NEW._replace(attempts=self._units[key].attempts)
+            self._units[key] = _NEW._replace(attempts=self._of(key).attempts)
             self._fatal_commands.pop(key, None)
             reopened += 1
         self.given_up -= reopened
@@ -157,23 +187,28 @@ class Ledger:
 
     def units(self) -> Iterator[tuple[str, Disposition]]:
         """All units with their dispositions, in order of id."""
-        for key in sorted(self._units):
-            yield key.hex(), self._disposition_of(self._units[key])
+        changed: Iterable[bytes] = sorted(self._units)
+        if self.base is not None:
+            others = (key for key in self.base.keys_of() if key not in self._units)
+            changed = heapq.merge(others, changed)
+        for key in changed:
+            yield key.hex(), self._disposition_of(self._of(key))
 
     def __len__(self) -> int:
-        return len(self._units)
+        return self._known
 
     def _load_commit(self, commit: Commit, duplicates: set[bytes]) -> None:
-        keys, units = commit.keys, self._units
+        keys, units, base = commit.keys, self._units, self.base
         codes = [_CODES.get(name, _CODES["harness"]) for name in keys.names]
         ids = bytes.fromhex("".join(keys.unit_id))
         at = 0
         for attempt, table, cause in zip(keys.attempt, keys.table, keys.cause, strict=True):
             key = ids[at : at + 16]
             at += 16
-            unit = _record_attempt(
-                units.get(key, _NEW), attempt, _DONE if table == "t" else codes[cause]
-            )
+            before = units.get(key)
+            if before is None:
+                before = (base.get(key) if base is not None else None) or _NEW
+            unit = _record_attempt(before, attempt, _DONE if table == "t" else codes[cause])
             units[key] = unit
             if unit.done > 1:
                 duplicates.add(key)
@@ -198,8 +233,20 @@ class Ledger:
         elif disposition == "given_up":
             self.given_up += units
 
+    def _count(self) -> None:
+        self.done = self.given_up = self._known = 0
+        for unit, count in self.states().items():
+            self._known += count
+            self._recount(self._disposition_of(unit), count)
+
     def _get(self, unit_id: str) -> Unit:
-        return self._units.get(bytes.fromhex(unit_id), _NEW)
+        return self._of(bytes.fromhex(unit_id))
+
+    def _of(self, key: bytes) -> Unit:
+        unit = self._units.get(key)
+        if unit is None and (base := self.base) is not None:
+            unit = base.get(key)
+        return _NEW if unit is None else unit
 
 
 @functools.lru_cache(maxsize=4096)  # units with equal histories share one record
@@ -215,3 +262,62 @@ def _record_attempt(unit: Unit, attempt: int, code: int) -> Unit:
         unit.lost + (code == _LOST),
         max(unit.attempts, attempt + 1),
     )
+
+
+def open_ledger(run_dir: RunDir, max_attempts: int = 3) -> Ledger:
+    """The ledger after the commits that the checkpoint covers, if there is one. Blocking."""
+    if not (run_dir.path / CHECKPOINT).exists():
+        return Ledger(max_attempts)
+    from hermes_rl.store.checkpoint import open_checkpoint  # large runs only
+
+    return Ledger(max_attempts, open_checkpoint(run_dir))
+
+
+def load_ledger(run_dir: RunDir, max_attempts: int = 3) -> Ledger:
+    """The ledger after all commits. Blocking. Raises: StoreError when one cannot be read."""
+    ledger = open_ledger(run_dir, max_attempts)
+    ledger.load(read_commits(run_dir, ledger.covers))
+    return ledger
+
+
+def write_checkpoint(run_dir: RunDir, epoch: int, base: Checkpoint | None) -> Checkpoint | None:
+    """Cover all commits that are there. Commits may be written, and tables merged, meanwhile.
+    Blocking.
+
+    Args:
+        epoch: of this driver.
+        base: the checkpoint so far.
+
+    Returns None, and leaves the file alone, when a file is missing or damaged, or a unit finished
+    twice. Raises: StoreError when another driver has begun, or a commit cannot be read; DiskFull.
+    """
+    from hermes_rl.store.checkpoint import Header, Parts, add_ranges, save  # large runs only
+
+    reading = RunDir(run_dir.path)  # it is not for several threads
+    ledger = Ledger(base=base)
+    stems = [stem for stem in reading.commit_stems() if base is None or not base.covers(stem)]
+    parts = Parts(reading)
+    for stem, known in base.parts.items() if base is not None else ():
+        parts.add(stem, known)
+
+    def commits() -> Iterator[Commit]:
+        for stem in stems:
+            commit = read_commit(reading, stem)
+            parts.add(stem, commit.parts)
+            yield commit
+
+    if ledger.load(commits()) or parts.faulty or not len(ledger):
+        return None
+    counts = ledger.states()
+    header = Header(
+        run_id=reading.epoch(epoch).run_id,
+        epoch=epoch,
+        covered=add_ranges(base.covered if base is not None else {}, stems),
+        units=len(ledger),
+        states=[*counts],
+        counts=[*counts.values()],
+        fatal_commands={k.hex(): v for k, v in ledger._fatal_commands.items()},
+        summary=ledger.summary,
+        parts=parts.found,
+    )
+    return save(run_dir, header, base, ledger.changed)

@@ -35,7 +35,7 @@ from hermes_rl.store.remote import (
     open_remote,
     working_copy,
 )
-from hermes_rl.store.rundir import LEASE_S, TABLES, RunDir, order_of, stem_of, url_of
+from hermes_rl.store.rundir import CHECKPOINT, LEASE_S, TABLES, RunDir, order_of, stem_of, url_of
 from hermes_rl.store.snapshots import epoch_of_merge, read_compactions, replaced_stems
 
 SYNC_S = 5.0
@@ -50,7 +50,7 @@ _FINAL = ("commits", "compacted", *TABLES)
 _LATER = ("network", "workspaces")
 """Folders whose files are complete at the end."""
 
-_NOT_MIRRORED = ("LOCK", "dataset.index")
+_NOT_MIRRORED = ("LOCK", "dataset.index", CHECKPOINT)
 
 
 class Replaced(StoreError):

@@ -26,9 +26,9 @@ from hermes_rl.store.commit import (
 from hermes_rl.store.files import read_payloads
 from hermes_rl.store.html import TrajectoryRow, facts_html
 from hermes_rl.store.journal import Dispatched
-from hermes_rl.store.ledger import Ledger
+from hermes_rl.store.ledger import Ledger, open_ledger
 from hermes_rl.store.processes import ProcessId, read_holder
-from hermes_rl.store.rundir import TABLES, RunDir, order_of, stem_of, url_of
+from hermes_rl.store.rundir import TABLES, RunDir, epoch_of, order_of, stem_of, url_of
 from hermes_rl.store.snapshots import replaced_stems
 from hermes_rl.store.stats import compute_stats, run_figures
 
@@ -82,8 +82,7 @@ def find_driver(run_dir: RunDir) -> ProcessId | None:
 
 
 def in_flight(run_dir: RunDir) -> set[AttemptKey]:
-    """Attempts of the newest epoch that were sent and have no durable end. Reads all its
-    commits."""
+    """Attempts of the newest epoch that were sent and have no durable end. Reads its commits."""
     epochs = run_dir.epochs()
     if not epochs:
         return set()
@@ -91,8 +90,8 @@ def in_flight(run_dir: RunDir) -> set[AttemptKey]:
     sent = _keys(run_dir.journals("dispatch", driver), _decode_dispatch)
     # Journals before commits: an attempt that is published meanwhile is in one of the two.
     sent -= _keys(run_dir.journals("done"), _decode_done)
-    for commit in read_commits(run_dir):
-        sent -= {o.key for o in commit.keys.outcomes() if o.key.epoch == epochs[-1]}
+    for commit in read_commits(run_dir, lambda stem: epoch_of(stem) != epochs[-1]):
+        sent -= {outcome.key for outcome in commit.keys.outcomes()}
     return sent
 
 
@@ -376,17 +375,17 @@ class Run:
     @cached_property
     def ledger(self) -> Ledger:
         """Dispositions of all units, from committed and from unpublished batches."""
-        ledger = Ledger(self._max_attempts)
-        ledger.load(self._batches())
+        ledger = open_ledger(self.run_dir, self._max_attempts)
+        ledger.load(self._batches(ledger.covers))
         return ledger
 
-    def _batches(self) -> Iterator[Commit]:
+    def _batches(self, skip: Callable[[str], bool]) -> Iterator[Commit]:
         # Journals first: a batch that is published meanwhile is in both places.
         unpublished = _pending_batches(self.run_dir) if self._pending else {}
-        for commit in read_commits(self.run_dir):
+        for commit in read_commits(self.run_dir, skip):
             unpublished.pop(commit.stem, None)
             yield commit
-        yield from unpublished.values()
+        yield from (batch for stem, batch in unpublished.items() if not skip(stem))
 
     @cached_property
     def stats(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Recovery:
         complete_switches(self.run_dir)  # before new parts come into the tables
         for writer in old:
             self._publish_finished(writer)
-        self.report.duplicates = ledger.load(self._commits())
+        self.report.duplicates = ledger.load(self._commits(ledger.covers))
         crash("recover-5-loaded")
         lost = self._lost(
             old, lambda key: key.attempt < ledger.next_attempt(key.unit_id), "driver_lost"
@@ -329,8 +329,8 @@ class Recovery:
         with suppress(OSError):  # also where files that are still open somewhere stay
             folder.rmdir()
 
-    def _commits(self) -> Iterator[Commit]:
-        for commit in read_commits(self.run_dir):
+    def _commits(self, skip: Callable[[str], bool]) -> Iterator[Commit]:
+        for commit in read_commits(self.run_dir, skip):
             for part in commit.parts:
                 if fault := part_fault(self.run_dir, commit.stem, part):
                     path, _ = find_part(self.run_dir, commit.stem, part)

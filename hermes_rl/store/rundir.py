@@ -36,6 +36,9 @@ TABLES = (
 RETIRED = ".compact"
 """Parts before and after a switch to merged ones; afterwards named `.parquet.old`."""
 
+CHECKPOINT = "ledger.checkpoint"
+"""See `checkpoint`."""
+
 FOLDERS = ("epochs", "journal", "commits", "tmp", *TABLES)
 _STEM = re.compile(r"(\d+-[A-Za-z0-9_.]+-\d+)")
 

@@ -3,7 +3,7 @@
 `python tests/bench/resume.py [UNITS]` prints one line of JSON. The dataset and the commits are made
 in a temporary folder by another process; then the run is resumed as `hermes-rl run` does it: the
 run directory is opened, the dataset read, every unit found done, the manifest and the statistics
-written.
+written. As after a kill, the last third of the commits is in no checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make(folder: str, units: int) -> None:
     """A dataset and its run directory, all done; one unit in ten took a second attempt."""
     from batch_runner import open_indexed, open_reader, resolve_settings
     from hermes_rl.config import parse_config
-    from hermes_rl.store import Ledger, RunDir
+    from hermes_rl.store import Ledger, RunDir, write_checkpoint
 
     with open(f"{folder}/rows.jsonl", "w") as out:
         for n in range(units):
@@ -53,8 +53,11 @@ def make(folder: str, units: int) -> None:
     asyncio.run(_begin(f"{folder}/run", settings.identity))
     # A run writes the index of a large dataset as it reads it.
     reader = open_indexed(settings, RunDir(f"{folder}/run"), Ledger()) or open_reader(settings)
-    for batch in range(-(-units // ROWS)):
+    batches = -(-units // ROWS)
+    for batch in range(batches):
         _commit(f"{folder}/run", batch, [u.unit_id for u in reader.take(ROWS, 60.0)])
+        if batch == batches * 2 // 3:
+            write_checkpoint(RunDir(f"{folder}/run"), 1, None)
 
 
 def _commit(path: str, batch: int, units: list[str]) -> None:

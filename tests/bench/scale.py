@@ -36,7 +36,16 @@ from hermes_rl.models.rate import (
     Report,
     UnitSpending,
 )
-from hermes_rl.store import BatchSummary, Keys, Ledger, RunDir, write_commit
+from hermes_rl.store import (
+    BatchSummary,
+    Keys,
+    Ledger,
+    RunDir,
+    begin_epoch,
+    open_checkpoint,
+    write_checkpoint,
+    write_commit,
+)
 
 UNITS = 100_000_000
 PUBLISH_EVERY_S = 300.0
@@ -112,12 +121,25 @@ def commit_constants(folder: Path) -> dict[str, float]:
     load = timed(lambda: ledger.load(commits), 1) / len(ids)
     memory = tracemalloc.get_traced_memory()[0] / len(ids)
     tracemalloc.stop()
+    for path in (folder / "commits").glob("2-*.json"):
+        path.unlink()
+    epoch = begin_epoch(run_dir, {}, {}).epoch
+    for commit in commits:
+        write_commit(run_dir, commit)
+    saved = timed(lambda: write_checkpoint(run_dir, epoch, None), 1) / len(ids)
+    base = open_checkpoint(run_dir)
+    assert base is not None
+    some = bytes.fromhex("".join(ids))
     return {
         "commit_write_ms": 1000 * written,
         "commit_bytes_per_unit": size / BATCH_ROWS,
         "commit_list_us_per_file": 1e6 * listing,
         "ledger_load_us_per_unit": 1e6 * load,
         "ledger_bytes_per_unit": memory,
+        "checkpoint_write_us_per_unit": 1e6 * saved,
+        "checkpoint_open_us_per_unit": 1e6 * timed(lambda: open_checkpoint(run_dir), 5) / len(ids),
+        "checkpoint_find_us_per_unit": 1e6 * timed(lambda: [*base.open_among(some)], 5) / len(ids),
+        "checkpoint_bytes_per_unit": (folder / "ledger.checkpoint").stat().st_size / len(ids),
     }
 
 

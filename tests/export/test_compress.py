@@ -154,6 +154,8 @@ def test_the_same_command_adds_rows_and_pays_nothing_twice(source: Path, tmp_pat
         report = compress_run(source, out, OPTIONS, model=model(server))
         assert (report.rows, len(server.entries)) == (1, 5)
         assert len(rows_of(out)) == 7
+        stats = json.loads((out / "stats.json").read_text())
+        assert (stats["units"]["done"], stats["reward"]["graded"]) == (7, 7), stats
         other = CompressOptions(target_tokens=3_000)
         with pytest.raises(StoreError, match="target_tokens 2000, now 3000"):
             compress_run(source, out, other, model=model(server))

@@ -17,9 +17,11 @@ from scripted_driver import Plan
 from hermes_rl.store import (
     FOREIGN,
     TABLES,
+    Ledger,
     RunDir,
     file_faults,
     load_run,
+    open_checkpoint,
     read_commits,
     read_payloads,
     schema_of,
@@ -117,8 +119,22 @@ def check_invariants(path: Path) -> None:
     _, receipts = read_log(path)
     missing = set(receipts) - set(recorded)
     assert not missing, "I2: a receipt without a durable record"
+    check_checkpoint(run_dir)
     faults = [place for place, fault in file_faults(run_dir) if fault != FOREIGN]
     assert not [p for p in faults if p.suffix == ".parquet"], "I3: a commit without its parts"
+
+
+def check_checkpoint(run_dir: RunDir) -> int:
+    """A checkpoint agrees with its commits. Returns how many units it has."""
+    base = open_checkpoint(run_dir)
+    if base is None:
+        return 0
+    whole, short = Ledger(), Ledger(base=base)
+    whole.load(read_commits(run_dir, lambda stem: not base.covers(stem)))
+    assert dict(short.units()) == dict(whole.units())
+    assert [short.done, short.given_up, len(short)] == [whole.done, whole.given_up, len(whole)]
+    assert short.summary.counts == whole.summary.counts
+    return len(base)
 
 
 def committed_keys(run_dir: RunDir) -> dict[str, list[Key]]:

@@ -95,18 +95,20 @@ async def play(plan: Plan) -> None:
     """Run all open units, publish and close."""
     path = Path(plan.path)
     log = AttemptLog(path.with_name(path.name + ".log"))
-    options = OpenOptions(grace_s=0.1, many_files=plan.many_files)
+    options = OpenOptions(grace_s=0.1, many_files=plan.many_files, many_units=1)
     async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         policy = SealPolicy(rows=ROWS_PER_BATCH)
         async with JournalWriter(driver.run_dir, driver.epoch, 0, policy=policy) as journal:
             publisher = Publisher(journal, commit=driver.commit)
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(publisher.run())
-                merging = group.create_task(merge(driver))
+                tending = [group.create_task(job(driver)) for job in (merge, save)]
                 await run_units(plan, driver, journal, publisher, log)
                 running.cancel()
-                merging.cancel()
+                for task in tending:
+                    task.cancel()
             await publisher.drain()
+            await driver.write_checkpoint()
             await driver.merge_files(grace_s=0)
     async with await open_run(path, scripted_rows.CONFIG, None, options) as driver:
         write_stats(driver.run_dir, driver.ledger, {"units": plan.units})
@@ -117,6 +119,13 @@ async def merge(driver: Driver) -> None:
     while True:
         await driver.many_files.wait()
         await driver.merge_files(grace_s=0)
+
+
+async def save(driver: Driver) -> None:
+    """Write a checkpoint after each batch."""
+    while True:
+        await driver.write_checkpoint()
+        await asyncio.sleep(0.002)
 
 
 async def run_units(

@@ -26,8 +26,8 @@ from hermes_rl.store import (
     Publisher,
     Run,
     file_sha256,
+    load_ledger,
     open_run,
-    read_commits,
     write_stats,
 )
 
@@ -140,7 +140,7 @@ async def write_run(
                     await publisher.drain()
                 batch = list(islice(remaining, ROWS_PER_SYNC))
             await publisher.drain()
-        await in_thread(driver.ledger.load, read_commits(driver.run_dir))
+        driver.ledger = await in_thread(load_ledger, driver.run_dir)
         if grouped and (groups := await in_thread(_groups, driver)):
             await driver.publish(Derived(groups=groups))
         await in_thread(write_stats, driver.run_dir, driver.ledger, {"units": count})
