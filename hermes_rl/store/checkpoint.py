@@ -1,7 +1,7 @@
 """A checkpoint of the ledger: the state of every unit after some commits, sorted and memory-mapped.
 
-`ledger.checkpoint` in the run directory has what a start would learn from the commits that it
-covers, so only later ones are read. It is a cache: without it, where it is damaged, and where the
+A start learns from `ledger.checkpoint` in the run directory what the commits that it covers say, so
+only later ones are read. It is a cache: without it, where it is damaged, and where the
 run has lost any file of those commits or was repaired since, all commits are read.
 
 The file: the size of the header in 8 bytes; the header, JSON; the first and the second half of each

@@ -36,8 +36,11 @@ UNITS = 11
 
 def snapshot(ledger: Ledger) -> list[object]:
     """All that a ledger knows."""
-    about = ledger.next_attempt, ledger.counted_failures, ledger.lost_workers, ledger.fatal_commands
-    units = {unit: (state, *(of(unit) for of in about)) for unit, state in ledger.units()}
+    about = ledger.next_attempt, ledger.counted_failures, ledger.lost_workers
+    units = {
+        unit: (state, *(of(unit) for of in about), {*ledger.fatal_commands(unit)})
+        for unit, state in ledger.units()
+    }
     return [units, ledger.done, ledger.given_up, len(ledger), ledger.summary.counts]
 
 
