@@ -112,10 +112,10 @@ class OpenOptions:
     """Slows every fsync, for tests."""
     first_epoch: int = 1
     """The lowest epoch that may be used; other machines may have used those below."""
+    many_units: int = 100_000
+    """Attempts without a checkpoint after which a running driver writes one."""
     many_files: int = 50
     """Small files of a table after which a running driver merges them."""
-    many_units: int = 100_000
-    """Units without a checkpoint after which a running driver writes one."""
 
 
 class Driver:
