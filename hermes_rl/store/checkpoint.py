@@ -99,21 +99,26 @@ class Checkpoint:
         at = self._place(*_KEY.unpack(key))
         return None if at < 0 else self.states[self.codes[at]]
 
-    def open_among(self, keys: bytes) -> Iterator[bytes]:
+    def open_among(self, keys: bytes) -> list[bytes]:
         """Those of these keys, of 16 bytes each, whose units are not known as done."""
         import numpy as np  # of large runs only
 
-        first, second = _columns(keys)
-        columns = [np.asarray(column) for column in (self.first, self.second, self.codes)]
-        at = np.searchsorted(columns[0], first)
-        at[at == len(self)] = 0
-        done = np.array([state.done > 0 for state in self.states])[columns[2][at]]
-        found = done & (columns[0][at] == first) & (columns[1][at] == second)
-        for n in np.flatnonzero(~found).tolist():
-            key = keys[16 * n : 16 * (n + 1)]
-            state = self.get(key)  # another key may have the same first half
-            if state is None or not state.done:
-                yield key
+        at = self._find(keys)
+        done = np.array([state.done > 0 for state in self.states])
+        found = (at >= 0) & done[np.asarray(self.codes)[at]]
+        return [keys[16 * n : 16 * (n + 1)] for n in np.flatnonzero(~found).tolist()]
+
+    def known_among(self, keys: bytes) -> dict[bytes, Unit]:
+        """The states of those of these keys that are known."""
+        import numpy as np
+
+        at = self._find(keys)
+        found = np.flatnonzero(at >= 0)
+        codes = np.asarray(self.codes)[at[found]]
+        return {
+            keys[16 * n : 16 * (n + 1)]: self.states[code]
+            for n, code in zip(found.tolist(), codes.tolist(), strict=True)
+        }
 
     def keys_of(self, wanted: Callable[[Unit], bool] = lambda _: True) -> Iterator[bytes]:
         """The keys of units in some states, in order."""
@@ -133,18 +138,29 @@ class Checkpoint:
             at += 1
         return -1
 
-    def places(self, keys: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Where each of these sorted keys is, and whether it is there; else, where it belongs."""
+    def _find(self, keys: bytes) -> np.ndarray[Any, Any]:
+        """Where each key is; -1 for an unknown one."""
         import numpy as np
 
         first, second = _columns(keys)
         at = np.searchsorted(np.asarray(self.first), first)
-        there = np.zeros(len(first), bool)
-        inside = np.flatnonzero(at < len(self))
-        for n in inside[np.asarray(self.first)[at[inside]] == first[inside]].tolist():
-            if (place := self._place(int(first[n]), int(second[n]))) >= 0:
-                at[n], there[n] = place, True
-        return at, there
+        at[at == len(self)] = 0
+        same = np.asarray(self.first)[at] == first
+        # Another key may have the same first half.
+        for n in np.flatnonzero(same & (np.asarray(self.second)[at] != second)).tolist():
+            at[n] = self._place(int(first[n]), int(second[n]))
+        at[~same] = -1
+        return at
+
+    def places(self, keys: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Where each of these sorted keys is, and whether it is there; else, where it belongs."""
+        import numpy as np
+
+        at = self._find(keys)
+        there = at >= 0
+        return np.where(
+            there, at, np.searchsorted(np.asarray(self.first), _columns(keys)[0])
+        ), there
 
 
 def open_checkpoint(run_dir: RunDir) -> Checkpoint | None:

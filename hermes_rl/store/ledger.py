@@ -133,8 +133,7 @@ class Ledger:
         counts = Counter(self._units.values())
         if self.base is not None:
             counts += self.base.counts
-            before = (self.base.get(key) for key in self._units)
-            counts -= Counter(unit for unit in before if unit is not None)
+            counts -= Counter(self.base.known_among(b"".join(self._units)).values())
         return counts
 
     @property
@@ -149,10 +148,9 @@ class Ledger:
     def rebase(self, base: Checkpoint) -> None:
         """Use a newer checkpoint, and free what it has. Other threads may use the ledger."""
         self.base = base
-        for key in list(self._units):
-            unit = self._units.get(key)
+        for key, state in base.known_among(b"".join(list(self._units))).items():
             # Finished units do not change any more; another one may at this moment.
-            if unit is not None and unit.done and base.get(key) == unit:
+            if state.done and self._units.get(key) == state:
                 del self._units[key]
 
     def reopen_given_up(self) -> int:
@@ -198,16 +196,17 @@ class Ledger:
         return self._known
 
     def _load_commit(self, commit: Commit, duplicates: set[bytes]) -> None:
-        keys, units, base = commit.keys, self._units, self.base
+        keys, units = commit.keys, self._units
         codes = [_CODES.get(name, _CODES["harness"]) for name in keys.names]
         ids = bytes.fromhex("".join(keys.unit_id))
+        known = self.base.known_among(ids) if self.base is not None else {}
         at = 0
         for attempt, table, cause in zip(keys.attempt, keys.table, keys.cause, strict=True):
             key = ids[at : at + 16]
             at += 16
             before = units.get(key)
             if before is None:
-                before = (base.get(key) if base is not None else None) or _NEW
+                before = known.get(key, _NEW)
             unit = _record_attempt(before, attempt, _DONE if table == "t" else codes[cause])
             units[key] = unit
             if unit.done > 1:

@@ -3,7 +3,7 @@
 `python tests/bench/resume.py [UNITS]` prints one line of JSON. The dataset and the commits are made
 in a temporary folder by another process; then the run is resumed as `hermes-rl run` does it: the
 run directory is opened, the dataset read, every unit found done, the manifest and the statistics
-written. As after a kill, the last third of the commits is in no checkpoint.
+written. As after a kill, the last quarter of the commits is in no checkpoint.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make(folder: str, units: int) -> None:
     batches = -(-units // ROWS)
     for batch in range(batches):
         _commit(f"{folder}/run", batch, [u.unit_id for u in reader.take(ROWS, 60.0)])
-        if batch == batches * 2 // 3:
+        if batch == batches * 3 // 4:
             write_checkpoint(RunDir(f"{folder}/run"), 1, None)
 
 
