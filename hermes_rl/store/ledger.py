@@ -151,7 +151,7 @@ class Ledger:
         for key, state in base.known_among(b"".join(list(self._units))).items():
             # Finished units do not change any more; another one may at this moment.
             if state.done and self._units.get(key) == state:
-                del self._units[key]
+                self._units.pop(key, None)
 
     def reopen_given_up(self) -> int:
         """Reopen all units that were given up, and reset their failures."""
