@@ -320,7 +320,7 @@ class _Run:
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         if self.source.stop is None or self.live is not None:  # which its consumer always stops
-            await self._merge_at_end()
+            await self._tend_at_end()
         return self.report(stats)
 
     async def _run_open_units(self) -> None:
@@ -375,8 +375,8 @@ class _Run:
             )
         self.coordinator.ledgers[RUN_USD].limit = round(dollars * NANO)
 
-    async def _merge_at_end(self) -> None:
-        """Merge the files of a start that left many small ones. No failure ends the run."""
+    async def _tend_at_end(self) -> None:
+        """Write a checkpoint, and merge files, where many came. No failure ends the run."""
         try:
             await self.driver.write_checkpoint()
             if self._unmerged or not await asyncio.to_thread(self.driver.has_many_small_files):

@@ -151,7 +151,7 @@ class BaseEnv(ABC):
         testing: bool = False,
     ) -> None:
         self.config = config
-        self.server = ServerManager(server_configs)
+        self.server = self._servers = ServerManager(server_configs)
         self.curr_step, self.max_token_len, self.env_id = 0, -1, -1
         self.checkpoint_dir, self.checkpoint_interval = "", -1
         self.wandb_prepend: str | None = None
@@ -509,7 +509,7 @@ class BaseEnv(ABC):
         try:
             await work.get(mode, self._run_evaluate)()
         finally:  # connections that are left to the collector are closed in some other loop
-            await self.server.aclose()
+            await self._servers.aclose()  # `server` may be the environment's by now
 
     async def _run_evaluate(self) -> None:
         await self.setup()

@@ -263,7 +263,7 @@ class Driver:
 
     def _write_checkpoint(self) -> None:
         self._unsaved = 0  # commits from now on may be left for the next one
-        with suppress(StoreError, OSError):
+        with suppress(StoreError, OSError, ValueError):  # the last: it cannot be read back
             made = write_checkpoint(self.run_dir, self.epoch, self.ledger.base)
             if made is not None:
                 self.ledger.rebase(made)

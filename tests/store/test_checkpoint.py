@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import invariants as checks
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_driver import Plan
 from scripted_rows import Play
-from test_ledger import commit_of, fatal, histories
+from test_ledger import apply, commit_of, histories
 
 from hermes_rl.store import (
     Ledger,
@@ -92,14 +93,7 @@ def test_a_checkpoint_changes_nothing_that_a_start_knows(
     whole, short = without(empty_run), load_ledger(empty_run)
     assert (short.base is None) == (at[2] == 0)
     for ledger in (whole, short):
-        for number, attempt, cause in attempts[at[3] :]:
-            ledger.apply(
-                scripted_rows.unit_id(number),
-                attempt,
-                done=cause is None,
-                cause=cause,
-                fatal_command=fatal(attempt, cause),
-            )
+        apply(ledger, attempts[at[3] :])
     assert snapshot(short) == snapshot(whole)
     keys = [bytes.fromhex(scripted_rows.unit_id(n)) for n in range(401)]
     assert [*map(short.is_done, keys)] == [*map(whole.is_done, keys)]
@@ -239,4 +233,10 @@ async def test_a_run_continues_without_a_checkpoint(run_path: Path, play: Play) 
         await driver.write_checkpoint()
         assert [*run_path.glob("tmp/*")] == []
         assert driver.ledger.base is None
+        (run_path / FILE).rmdir()
+    async with await open_run(run_path, scripted_rows.CONFIG, None, options) as driver:
+        with patch("hermes_rl.store.checkpoint._map", side_effect=ValueError("damaged")):
+            await driver.write_checkpoint()
+        assert driver.ledger.base is None
+        (run_path / FILE).write_text("damaged")
     assert open_checkpoint(RunDir(run_path)) is None

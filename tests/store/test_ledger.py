@@ -43,6 +43,17 @@ def commit_of(attempts: list[tuple[int, int, str | None]]) -> Commit:
     return tally.commit("1-0-0")
 
 
+def apply(ledger: Ledger, attempts: list[tuple[int, int, str | None]]) -> None:
+    for number, attempt, cause in attempts:
+        ledger.apply(
+            scripted_rows.unit_id(number),
+            attempt,
+            done=cause is None,
+            cause=cause,
+            fatal_command=fatal(attempt, cause),
+        )
+
+
 @settings(max_examples=40, deadline=None)
 @given(history=histories, max_attempts=st.integers(1, 4), order=st.randoms(use_true_random=False))
 def test_ledger_agrees_with_the_rule(
@@ -53,14 +64,7 @@ def test_ledger_agrees_with_the_rule(
     half = len(attempts) // 2
     loaded = Ledger(max_attempts)
     twice = loaded.load([commit_of(attempts[:half])])
-    for number, attempt, cause in attempts[half:]:
-        loaded.apply(
-            scripted_rows.unit_id(number),
-            attempt,
-            done=cause is None,
-            cause=cause,
-            fatal_command=fatal(attempt, cause),
-        )
+    apply(loaded, attempts[half:])
     whole = Ledger(max_attempts)
     again = whole.load([commit_of(attempts[:half])])
     more = whole.load([commit_of(attempts[half:])])
