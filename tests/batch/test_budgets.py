@@ -311,8 +311,8 @@ UNITS = 60
 """In flight together, with four to six calls each."""
 
 
-def units(count: int = UNITS) -> list[dict[str, Any]]:
-    return [kit.make_task(n, turns=3 + n % 3) for n in range(count)]
+def units(count: int = UNITS, *, latency_s: float = 0.0) -> list[dict[str, Any]]:
+    return [kit.make_task(n, turns=3 + n % 3, latency_s=latency_s) for n in range(count)]
 
 
 @pytest.fixture
@@ -325,12 +325,14 @@ async def unit_costs(tmp_path_factory: pytest.TempPathFactory, server: FakeServe
     return cost
 
 
-@pytest.mark.parametrize("worth", [4, 10, 30])
+@pytest.mark.parametrize(("worth", "latency_s"), [(4, 0.2), (10, 0.0), (30, 0.0)])
 async def test_started_units_are_finished_before_the_budget_ends(
-    bench: Bench, unit_costs: float, worth: int
+    bench: Bench, unit_costs: float, worth: int, latency_s: float
 ) -> None:
+    """With the latency all units wait for the budget before the first answer shows how many tokens
+    the head of their prompts has."""
     budget = worth * unit_costs
-    report = await bench.run(units(), budget_usd=budget, concurrency=UNITS)
+    report = await bench.run(units(latency_s=latency_s), budget_usd=budget, concurrency=UNITS)
     assert report.exit_code == 3
     assert "budget is used up" in str(report.detail)
     assert bench.billed <= budget

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from hermes_rl.errors import (
     BadRequest,
     ContentFiltered,
+    CostLimit,
     HermesError,
     ModelAborted,
     ModelError,
@@ -386,14 +387,10 @@ class Attempts:
             extra={**request.extra, **route.extra},
         )
         sending, account = replace(sending, request=request), sending.account
-        client, known = account.client, route.heads
-        bound = client.bound(request)
-        max_input = bound
-        if self._budget is not None:
-            max_input = bound_prompt_tokens(client, request, known)
+        client, bound = account.client, account.client.bound(request)
         likely = 0 if sending.imposed else request.sampling.max_tokens or 0
         async with (
-            self._reserved(request, max_input, route) as reservation,
+            self._reserved(client, request, route) as (reservation, max_input),
             account.limiter.slot(Estimate(bound, likely)) if queued else nullcontext() as slot,
         ):
             if slot is not None:
@@ -406,7 +403,7 @@ class Attempts:
                     agent=sending.agent,
                     model=request.model,
                     started_at=self._clock.time(),
-                    max_input_tokens=max_input,
+                    max_input_tokens=bound if max_input is None else max_input,
                     max_output_tokens=_output_limit(request),
                     unsent=sending.unsent,
                     continues=None if request.partial is None else request.partial.call_id,
@@ -414,7 +411,7 @@ class Attempts:
             )
             answer = await self._answer(sending, reservation, slot)
         if self._budget is not None and answer.usage is not None:
-            record_prompt_tokens(client, request, answer.usage.input_tokens, known)
+            record_prompt_tokens(client, request, answer.usage.input_tokens, route.heads)
         return answer
 
     def waited(self, seconds: float) -> None:
@@ -424,23 +421,38 @@ class Attempts:
 
     @asynccontextmanager
     async def _reserved(
-        self, request: ModelRequest, bound: int, route: Route
-    ) -> AsyncIterator[Reservation | None]:
-        """Reserve the worst case. It is released if the request was not sent."""
+        self, client: ModelClient, request: ModelRequest, route: Route
+    ) -> AsyncIterator[tuple[Reservation | None, int | None]]:
+        """Reserve the worst case. It is released if the request was not sent. Yields also the
+        upper bound on the prompt's tokens for which it was reserved; None for both without a
+        budget."""
         if self._budget is None:
-            yield None
+            yield None, None
             return
         began = self._clock.monotonic()
         try:
-            held = await self._budget.reserve(
-                request.model, self._worst_case(request, bound, route)
-            )
+            held, bound = await self._reserve(self._budget, client, request, route)
         finally:
             self.waited(self._clock.monotonic() - began)
         try:
-            yield held
+            yield held, bound
         finally:
             held.release()
+
+    async def _reserve(
+        self, budget: Budget, client: ModelClient, request: ModelRequest, route: Route
+    ) -> tuple[Reservation, int]:
+        bound = bound_prompt_tokens(client, request, route.heads)
+        while True:
+            try:
+                worst = self._worst_case(request, bound, route)
+                return await budget.reserve(request.model, worst), bound
+            except CostLimit:
+                # While it waited, answers to other calls may have shown that the head of its
+                # prompt has fewer tokens.
+                refused, bound = bound, bound_prompt_tokens(client, request, route.heads)
+                if bound >= refused:
+                    raise
 
     def _worst_case(self, request: ModelRequest, bound: int, route: Route) -> Spend:
         most = _output_limit(request)
