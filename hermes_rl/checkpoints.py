@@ -1,10 +1,10 @@
 """Checkpoints: the state of a unit's rollout, from which a later attempt resumes: after a turn, or
-at the agent's end, if its judges could not be reached.
+at the agent's end, before judges are called and when they fail.
 
 `checkpoints/UNIT/TURN-EPOCH-ATTEMPT/` of a run directory holds `checkpoint.json` (messages and
 events, budget, the agent's state) and `sandbox/`, a snapshot of files and shell. At the agent's end
-its name ends with `-ended`, and it has no snapshot. A folder appears whole or not at all; the
-latest of a unit counts. They are deleted once the unit has a final row.
+its name ends with the number of events and `-ended`, and it has no snapshot. A folder appears whole
+or not at all; the latest of a unit counts. They are deleted once the unit has a final row.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Checkpoints:
             spent=dict(spent),
         )
         unit = self.folder / key.unit_id
-        end = "" if checkpoint.ended is None else _ENDED
+        end = "" if checkpoint.ended is None else f"-{len(kept):06}{_ENDED}"
         name = f"{checkpoint.turn:06}-{key.epoch}-{key.attempt}{end}"
         half = unit / f".{name}"
         try:
@@ -234,7 +234,8 @@ def _finish(half: Path, whole: Path, text: bytes) -> None:
     (half / _FILE).write_bytes(text)
     for path in (*half.rglob("*"), half):
         _sync(path)
-    half.rename(whole)
+    if not whole.exists():  # else nothing has happened since
+        half.rename(whole)
     _sync(whole.parent)
     for other in whole.parent.iterdir():
         if other != whole:

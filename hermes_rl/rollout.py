@@ -380,6 +380,8 @@ class _Attempt:
                 if sandbox is not None:
                     self.log.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds, checkpoint)
+            if any(scorer.type == "judge" for scorer in self.task.score):
+                await self._keep_ended(sandbox, result)  # a kill from here on repeats judges only
             self.log.record(await self._graded(sandbox, result))
             return result
         finally:
@@ -467,9 +469,9 @@ class _Attempt:
         )
 
     async def _keep_ended(self, sandbox: Sandbox | None, result: AgentResult) -> None:
-        """Keep a finished rollout that was not graded, since judges were not reached, so that its
-        next attempt calls only them. Not where its sandbox is graded or kept, nor with token ids:
-        a resumed attempt trains on its own answers only."""
+        """Keep a finished rollout without its grade, so that its next attempt calls only judges
+        without a verdict. Not where its sandbox is graded or kept, nor with token ids: a resumed
+        attempt trains on its own answers only."""
         graded_inside = self.task.verify or any(s.type == "code" for s in self.task.score)
         workspace = sandbox is not None and self.context.workspaces is not None
         exact = any(isinstance(event, ev.TokensAdded) for event in self.log.events)

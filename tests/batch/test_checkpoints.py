@@ -226,6 +226,11 @@ def test_checkpoints_are_refused_for_environments(tmp_path: Path) -> None:
         kit.make_config(tmp_path, [episode()], env={"name": "gsm8k"}, run={"checkpoint_turns": 5})
 
 
+def judge(request: ServedRequest) -> str:
+    (key,) = re.findall(r'"(verdict\w*)": V', text_of(request.messages[0]))
+    return json.dumps({"reason": "It is.", key: "yes"})
+
+
 @pytest.mark.parametrize(
     ("failing", "code", "verified"),
     [
@@ -243,10 +248,6 @@ async def test_an_answer_outlives_its_judge(
     task = kit.make_task(1) | {"score": {"type": "judge", "rubric": "Is it written?"}}
     if not verified:
         del task["verify"]
-
-    def judge(request: ServedRequest) -> str:
-        (key,) = re.findall(r'"(verdict\w*)": V', text_of(request.messages[0]))
-        return json.dumps({"reason": "It is.", key: "yes"})
 
     async with (
         FakeServer(FakeConfig(plays={"critic": judge, "other": judge})) as server,
@@ -266,4 +267,30 @@ async def test_an_answer_outlives_its_judge(
     assert (row["reward"], row["turns"], len(row["messages"])) == (1.0, 3, 7)
     assert len(row["calls"]) == (5 if verified else 1)
     assert {m["name"]: m["value"] for m in row["metrics"]}["judge_agreement"] == 1.0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+async def test_a_kill_while_judges_decide_repeats_only_judges(tmp_path: Path) -> None:
+    tasks = [kit.make_task(n) | {"score": {"type": "judge", "rubric": "Good?"}} for n in range(2)]
+    for task in tasks:
+        del task["verify"]
+
+    async with (
+        FakeServer(FakeConfig(plays={"critic": judge, "other": judge})) as server,
+        FakeServer(FakeConfig(hold_at=1)) as silent,
+    ):
+
+        def command(url: str) -> list[str]:
+            judges = f"scoring.judges=[other, {{name: critic, base_url: '{url}'}}]"
+            return kit.run_arguments(tmp_path, tasks, server, "--workers", "0", "--set", judges)
+
+        run = await kit.start_run(*command(silent.base_url))
+        await kit.wait_for(run, lambda: silent.in_flight == 2 and len(server.entries) == 8)
+        kit.kill(run.pid)
+        await run.wait()
+        assert len(checkpoints(tmp_path)) == 2
+        await kit.finish_run(*command(server.base_url))
+    assert Counter(entry.model for entry in server.entries) == {"fake": 6, "other": 4, "critic": 2}
+    for row in kit.final_rows(tmp_path / "run").values():
+        assert (row["reward"], resumed_turns(row), len(row["calls"])) == (1.0, 3, 2)
     assert not (tmp_path / "run" / "checkpoints").exists()
