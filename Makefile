@@ -71,9 +71,9 @@ coverage: dev-venv ## measure branch coverage of the fast tests and the processe
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-test-consumers: dev-venv prove-venv ## test with other projects' trainers, evaluations, MCP servers and a LiteLLM proxy, in separate environments
+test-consumers: dev-venv prove-venv ## test with other projects' trainers, evaluations, MCP servers, a LiteLLM proxy and SGLang's router, in separate environments
 	@bash scripts/venv.sh $(CONSUMERS) locks/consumers.txt --editable $(TORCH)
-	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols verifiers litellm evals mcp torch))
+	@$(call consume,$(CONSUMERS),tests/consumers $(patsubst %,--ignore=tests/consumers/with_%,verl axolotl protocols verifiers proxies evals mcp torch))
 	@bash scripts/venv.sh $(CONSUMERS)-verl locks/consumers-verl.txt --editable $(TORCH)
 	@$(call consume,$(CONSUMERS)-verl,tests/consumers/with_verl)
 	@bash scripts/venv.sh $(CONSUMERS)-axolotl locks/consumers-axolotl.txt $(TORCH)
@@ -82,8 +82,8 @@ test-consumers: dev-venv prove-venv ## test with other projects' trainers, evalu
 	@$(call consume,$(CONSUMERS)-protocols,tests/consumers/with_protocols)
 	@bash scripts/venv.sh $(CONSUMERS)-verifiers locks/consumers-verifiers.txt
 	@$(call consume,$(CONSUMERS)-verifiers,tests/consumers/with_verifiers)
-	@bash scripts/venv.sh $(CONSUMERS)-litellm locks/consumers-litellm.txt
-	@$(call consume,$(CONSUMERS)-litellm,tests/consumers/with_litellm)
+	@bash scripts/venv.sh $(CONSUMERS)-proxies locks/consumers-proxies.txt
+	@$(call consume,$(CONSUMERS)-proxies,tests/consumers/with_proxies)
 	@bash scripts/venv.sh $(CONSUMERS)-evals locks/consumers-evals.txt
 	@$(call consume,$(CONSUMERS)-evals,tests/consumers/with_evals)
 	@bash scripts/venv.sh $(CONSUMERS)-mcp locks/consumers-mcp.txt

@@ -35,7 +35,7 @@ echo "torch ; sys_platform == 'none'" >"$tools/overrides.txt"
 # Trainers that run our rollouts have this package beside them.
 with_us=(pyproject.toml --extra rl --group build)
 compile locks/consumers.txt "${with_us[@]}" --group consumers --override "$tools/overrides.txt" "$@"
-for name in verl axolotl protocols verifiers litellm evals mcp; do
+for name in verl axolotl protocols verifiers proxies evals mcp; do
     ours=()
     if [ "$name" = verl ]; then ours=("${with_us[@]}"); fi
     compile "locks/consumers-$name.txt" "locks/consumers-$name.in" "${ours[@]}" --override "$tools/overrides.txt" "$@"

@@ -126,6 +126,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
+def producer(request: pytest.FixtureRequest) -> str:
+    """The Python that has hermes_rl."""
+    found = request.config.getoption("--producer")
+    if not found:
+        pytest.fail("add --producer=.venv/bin/python (make test-consumers does)")
+    return str(found)
+
+
+@pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run of oracles, and one in which a fake model server calls several tools."""
     if folders := request.config.getoption("--run-dir"):

@@ -30,15 +30,6 @@ CONVERT = {"source_timezone": "Asia/Tokyo", "time": "12:00", "target_timezone": 
 
 
 @pytest.fixture(scope="module")
-def producer(request: pytest.FixtureRequest) -> str:
-    """The Python that has hermes_rl."""
-    found = request.config.getoption("--producer")
-    if not found:
-        pytest.fail("add --producer=.venv/bin/python (make test-consumers does)")
-    return str(found)
-
-
-@pytest.fixture(scope="module")
 def image() -> Iterator[Path]:
     """A root file system with this Python, the servers and git, where sandboxes may read it."""
     with tempfile.TemporaryDirectory() as folder:

@@ -17,12 +17,6 @@ HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
 
 
-@pytest.fixture
-def producer(request: pytest.FixtureRequest) -> str:
-    path: str = request.config.getoption("--producer")
-    return path
-
-
 def test_an_environment_on_openenvs_server_is_rolled_out_with_its_rewards(producer: str) -> None:
     with serving(sys.executable, str(HERE / "guess_server.py")) as url:
         command = [producer, str(HERE / "openenv_rollouts.py"), url]

@@ -31,12 +31,6 @@ def roll_out(producer: str, *kinds: str, **config: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.fixture
-def producer(request: pytest.FixtureRequest) -> str:
-    path: str = request.config.getoption("--producer")
-    return path
-
-
 def test_a_taskset_is_rolled_out_with_its_rewards_and_every_call(producer: str) -> None:
     made = roll_out(producer, "single", "turns", "tool", "parallel", "raises")
     single, turns, tool, parallel, broken = rows = made["rows"]

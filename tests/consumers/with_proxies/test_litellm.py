@@ -39,15 +39,6 @@ class Proxy:
 
 
 @pytest.fixture(scope="module")
-def producer(request: pytest.FixtureRequest) -> str:
-    """The Python that has hermes_rl."""
-    found = request.config.getoption("--producer")
-    if not found:
-        pytest.fail("say --producer=.venv/bin/python (make test-consumers does)")
-    return str(found)
-
-
-@pytest.fixture(scope="module")
 def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("proxy")
     log = folder / "served.jsonl"
