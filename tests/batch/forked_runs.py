@@ -1,4 +1,4 @@
-"""A server that forks runs: a start costs milliseconds instead of the imports of a whole run.
+"""A server that forks commands: a start costs milliseconds instead of the imports of a run.
 
 Each connection to its Unix socket starts one process. The client sends a
 request, a line of JSON, with the write ends of two pipes. It receives two lines: the id of the
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
@@ -37,27 +38,29 @@ REQUEST_BYTES = 1 << 20
 
 
 def run(request: dict[str, Any], outputs: list[int]) -> NoReturn:
-    """Be `hermes-rl run ARGUMENTS`, in a session and process group of its own.
+    """Be `hermes-rl ARGUMENTS`, in a session and process group of its own.
 
     Args:
-        request: `arguments` and `env`, all of it. `HERMES_TEST_CLOCK=SECONDS` makes the time of day
-            jump by so many seconds after a second.
+        request: `arguments`, `cwd` and `env`, all of it. `HERMES_TEST_CLOCK=SECONDS` makes the
+            time of day jump by so many seconds after a second.
         outputs: for standard output and standard error.
     """
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
         nothing = os.open(os.devnull, os.O_RDONLY)
         for standard, descriptor in enumerate([nothing, *outputs]):
             os.dup2(descriptor, standard)
             os.close(descriptor)
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w", errors="backslashreplace", buffering=1)
+        os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
         if jump := float(os.environ.pop("HERMES_TEST_CLOCK", "0")):
             jump_clock(jump)
-        code = main(["run", *request["arguments"]])
+        code = main(request["arguments"])
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -77,8 +80,11 @@ def fork(client: socket.socket) -> tuple[int, int]:
     while not request.endswith(b"\n"):
         request += client.recv(REQUEST_BYTES)
     wanted = json.loads(request)
+    # For this process and the next ones.
     if "RAY_ADDRESS" in wanted["env"]:
-        import ray  # noqa: F401  # for this run and the next ones: half a second
+        import ray  # noqa: F401  # half a second
+    if wanted["arguments"][0] in ("api", "env"):
+        from hermes_rl.rl import run_api  # noqa: F401  # one second
     pid = os.fork()
     if pid == 0:
         run(wanted, outputs)

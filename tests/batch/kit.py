@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import io
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from forks import ForkedProcess, start
 
 from batch_runner import JsonEvents, Report, arun_batch
 from hermes_rl.config import RunConfig, parse_config
@@ -73,82 +68,6 @@ def count_units(distinct: int) -> int:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-class ForkedProcess:
-    """A process that the fork server started, with the methods of asyncio's subprocesses."""
-
-    def __init__(self, pid: int, exit_code: asyncio.Task[bytes]) -> None:
-        self.pid = pid
-        self._exit_code = exit_code
-
-    @property
-    def returncode(self) -> int | None:
-        return int(self._exit_code.result()) if self._exit_code.done() else None
-
-    async def wait(self) -> int:
-        return int(await asyncio.shield(self._exit_code))
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, number)
-
-
-class ForkServer:
-    """Starts runs quickly (see forked_runs.py); it is started once and ends with this process."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._address = f"{self._folder.name}/requests"
-        program = Path(__file__).with_name("forked_runs.py")
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._server = subprocess.Popen(
-            [sys.executable, str(program), self._address], start_new_session=True, **pipes
-        )
-        assert self._server.stdout
-        assert self._server.stdout.readline() == b"listening\n"
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        self._server.communicate()
-        self._folder.cleanup()
-
-    async def start(
-        self, arguments: Sequence[str], env: dict[str, str], outputs: Sequence[int]
-    ) -> ForkedProcess:
-        """Start `hermes-rl run ARGUMENTS`; takes over the descriptors for its output."""
-        request = json.dumps({"arguments": arguments, "env": env}).encode() + b"\n"
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._address)
-        sent = socket.send_fds(connection, [request], outputs)
-        connection.sendall(request[sent:])
-        for descriptor in outputs:
-            os.close(descriptor)
-        reader, writer = await asyncio.open_unix_connection(sock=connection)
-        pid = int(await reader.readline())
-
-        async def wait_for_end() -> bytes:
-            try:
-                return await reader.readline()
-            finally:
-                writer.close()
-
-        return ForkedProcess(pid, asyncio.create_task(wait_for_end()))
-
-    @classmethod
-    @cache
-    def of_this_process(cls) -> ForkServer:
-        return cls()
-
-
-async def output_pipe() -> tuple[asyncio.StreamReader, int]:
-    """A stream and the descriptor that writes to it."""
-    readable, writable = os.pipe()
-    stream = asyncio.StreamReader(2**22)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(readable, "rb")
-    )
-    return stream, writable
 
 
 @dataclass
@@ -212,13 +131,11 @@ STARTED_RUNS: list[RunProcess] = []
 async def start_run(*arguments: str | Path, env: dict[str, str] | None = None) -> RunProcess:
     """Start `hermes-rl run ARGUMENTS --json`, in a process group of its own."""
     mark = uuid.uuid4().hex
-    (events, out), (errors, err) = await output_pipe(), await output_pipe()
-    process = await ForkServer.of_this_process().start(
-        [*map(str, arguments), "--json"], {**os.environ, MARK: mark, **(env or {})}, [out, err]
-    )
+    command = ["run", *map(str, arguments), "--json"]
+    process = await start(command, {**os.environ, MARK: mark, **(env or {})})
     run = RunProcess(process, mark)
     STARTED_RUNS.append(run)
-    streams = ((events, True), (errors, False))
+    streams = ((process.stdout, True), (process.stderr, False))
     run._readers = [asyncio.create_task(run.read(s, events=e)) for s, e in streams]
     return run
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import kit
 import pytest
+from forks import ForkServer
 
 from batch_runner import JsonEvents, Rates, Report, Tally, View
 from hermes_rl.store import RunDir, find_driver
@@ -122,8 +123,8 @@ async def test_a_run_does_not_wait_for_the_reader_of_its_events(
         folder.mkdir()
         (readable, out), (errors, err) = small_pipe(), os.pipe()
         arguments = kit.run_arguments(folder, tasks, server, "--workers", "0", "--json")
-        process = await kit.ForkServer.of_this_process().start(
-            arguments, dict(os.environ), [out, err]
+        process = await ForkServer.of_this_process().start(
+            ["run", *arguments], os.environ, [out, err]
         )
         run = kit.RunProcess(process, "")
         kit.STARTED_RUNS.append(run)

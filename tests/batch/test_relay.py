@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,7 @@ def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
         mount = f"cp -rn {folder}/. {copy} && mount --bind {copy} {folder}"
     python = tmp_path / "python"
     python.write_text(
-        "#!/bin/sh\nexec unshare -Urm sh -c "
-        f'\'{mount} && exec "$0" "$@"\' {kit.sys.executable} "$@"\n'
+        f'#!/bin/sh\nexec unshare -Urm sh -c \'{mount} && exec "$0" "$@"\' {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     return folder

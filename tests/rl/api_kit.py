@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from atropos_requests import Call, call
+from forks import Forked
 
 PROGRAM = [str(Path(sys.executable).with_name("hermes-rl")), "api"]
 
@@ -26,11 +27,8 @@ class Api:
 
     def start(self) -> Self:
         """Start it; on the same port as before."""
-        command = [*PROGRAM, "--port", str(self.port), *self.options]
-        self.process = subprocess.Popen(
-            command, cwd=self.folder, stdout=subprocess.PIPE, text=True, env=self.env
-        )
-        assert self.process.stdout is not None
+        command = ["api", "--port", str(self.port), *self.options]
+        self.process = Forked(command, self.env or os.environ, self.folder)
         self.line = self.process.stdout.readline()
         self.url = self.line.split()[2]
         parts = urlsplit(self.url)
@@ -52,8 +50,7 @@ class Api:
 
     def __exit__(self, *exc: object) -> None:
         self.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self.process.stdout.close()
 
     @contextlib.contextmanager
     def connection(self) -> Any:

@@ -3,12 +3,11 @@
 import asyncio
 import json
 import os
-import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
@@ -19,6 +18,9 @@ from hermes_rl.models.rate import RUN_TOKENS
 from hermes_rl.rl import write_evaluation
 from hermes_rl.store import RunDir
 from hermes_rl.testing import FakeConfig, FakeServer, ServedRequest
+
+if TYPE_CHECKING:
+    from forks import ForkedProcess
 
 CLI = "import sys; from hermes_rl.cli import main; sys.exit(main())"
 """Code that runs the command `hermes-rl` in a Python process."""
@@ -51,13 +53,11 @@ async def run_environment(
 
 async def start(
     *arguments: str | Path, env: Mapping[str, str] | None = None, command: str = "env"
-) -> asyncio.subprocess.Process:
+) -> "ForkedProcess":
     """Start `hermes-rl COMMAND ARGUMENTS --json` as a process."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CLI, command, *map(str, arguments), "--json",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**22,
-        env={**os.environ, **(env or {})},
-    )  # fmt: skip
+    from forks import start  # not for the programs of tests, which import this module too
+
+    return await start([command, *map(str, arguments), "--json"], {**os.environ, **(env or {})})
 
 
 def run_flags(out: Path, server: FakeServer, *more: str) -> list[str]:
@@ -68,9 +68,8 @@ def run_flags(out: Path, server: FakeServer, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-async def events(process: asyncio.subprocess.Process, until: int = 1_000_000) -> list[Any]:
+async def events(process: "ForkedProcess", until: int = 1_000_000) -> list[Any]:
     """Read the events of a process to its end, or until so many attempts ended."""
-    assert process.stdout
     seen: list[Any] = []
     while sum(e["event"] == "attempt" for e in seen) < until:
         line = await asyncio.wait_for(process.stdout.readline(), 300)

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy
 import pytest
-from runs import CLI, Lab, start_server
+from runs import Lab, start_server
 
+from hermes_rl.cli import main
 from hermes_rl.errors import UserError
 from hermes_rl.rl import (
     Curriculum,
@@ -78,10 +79,7 @@ async def take(stream: RolloutStream, count: int, ack: int | None = None) -> lis
 
 async def check(lab: Lab) -> None:
     """`hermes-rl check` finds nothing."""
-    command = [sys.executable, "-c", CLI, "check", str(lab.out)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    out, _ = await process.communicate()
-    assert process.returncode == 0, out.decode()
+    assert await asyncio.to_thread(main, ["check", str(lab.out)]) == 0
 
 
 async def test_small_files_are_merged_during_a_run_and_groups_are_read_from_them(

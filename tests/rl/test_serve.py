@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from api_kit import Api
 from atropos_requests import call, trainer
+from forks import ForkedProcess
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import Lab, start
@@ -57,7 +58,7 @@ async def engine_at(lab: Lab, family: str) -> AsyncIterator[ExactEngine]:
         yield engine
 
 
-async def serve(lab: Lab, engine: ExactEngine, api: Api, *more: str) -> asyncio.subprocess.Process:
+async def serve(lab: Lab, engine: ExactEngine, api: Api, *more: str) -> ForkedProcess:
     lab.write(TALK, head="import json")
     return await start(
         "serve", lab.path / "made_up.py", "--api", api.url, "--model", "toy", "--base-url",
@@ -67,7 +68,7 @@ async def serve(lab: Lab, engine: ExactEngine, api: Api, *more: str) -> asyncio.
     )  # fmt: skip
 
 
-async def finish(process: asyncio.subprocess.Process) -> tuple[dict[str, Any], str]:
+async def finish(process: ForkedProcess) -> tuple[dict[str, Any], str]:
     """The report of a process, and its errors."""
     out, errors = await asyncio.wait_for(process.communicate(), 120)
     events = [json.loads(line) for line in out.decode().splitlines()]
