@@ -30,6 +30,9 @@ settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# What is collected lives as long as the process: no garbage collection looks at it.
+gc.disable()
+
 # All Rays of the tests share a token. Ray reads the mode once, when it is imported; without a token
 # two of them that start at once would each write one to the same file.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -166,6 +169,11 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: n for n, long in enumerate(LONG) for name in (long, f"{TESTS}/{long}")}
     items.sort(key=lambda item: (places.get(group_of(item.nodeid), len(LONG)), item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

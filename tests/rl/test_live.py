@@ -212,10 +212,10 @@ async def test_a_trainer_that_is_slow_holds_rollouts_back_and_pause_stops_them(l
             assert waiting <= (1 + 2) * SIZE + 16
             await policy.pause()
             await take(stream, 2)
-            await asyncio.sleep(0.2)
-            paused = len(server.entries)
-            await asyncio.sleep(0.3)
-            assert len(server.entries) == paused
+            async with asyncio.timeout(60):  # until what was sent before has arrived
+                paused = -1
+                while paused != (paused := len(server.entries)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.3)
             await policy.resume()
             await take(stream, 6)
 
