@@ -70,9 +70,11 @@ def _results(sides: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     def row(name: str, *values: str) -> tuple[str, ...]:
         return (name, *values)
 
+    open_units = any(one["unfinished"] for one in sides)
     solved = [f"{one['solved']} of {one['graded']}" for one in sides]
     return [
         row("units done", *(render.number(one["done"]) for one in sides)),
+        *([row("unfinished", *(one["unfinished"] or "" for one in sides))] if open_units else []),
         row("solved", *solved),
         row("mean reward", *(render.reward(one["mean_reward"]) for one in sides)),
         row("failed attempts", *(render.number(one["failed_attempts"]) for one in sides)),

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
@@ -84,12 +85,17 @@ def _run_rounds(evaluation: _Evaluation, values: dict[str, Any], ray: SharedRay)
                 if "budget" in str(report.detail) and values["max_usd"] is not None:
                     _note(["--max-usd is for all models and all starts. Raise it to continue"])
                 return int(report.exit_code)
-        if number == 0 and size < evaluation.tasks and _stop_after_pilot(evaluation, values):
-            return int(ExitCode.DONE)
+        if number == 0 and size < evaluation.tasks:
+            unscored = _unscored(evaluation, _summaries(evaluation, size))
+            if len(unscored) == len(evaluation.configs) or (unscored and values["only_pilot"]):
+                break  # the rest would not be graded either
+            if _stop_after_pilot(evaluation, values):
+                return int(ExitCode.DONE)
         if size >= LEAST_TASKS and _is_narrow(evaluation, size, values["width"]):
             break
     if unscored := _report(evaluation, size, as_json=values["as_json"]):
-        _note([f"{', '.join(unscored)}: no unit was graded, so there is no score (exit 1)"])
+        of = f" of the first {size} tasks" if size < evaluation.tasks else ""
+        _note([f"{', '.join(unscored)}: no unit{of} was graded, so there is no score (exit 1)"])
     return int(ExitCode.GIVEN_UP if unscored else ExitCode.DONE)
 
 
@@ -417,21 +423,31 @@ def _note(lines: Iterable[str]) -> None:
         typer.echo(line, err=True)
 
 
-def _summaries(evaluation: _Evaluation, size: int) -> tuple[list[Summary], list[Comparison]]:
+def _summaries(evaluation: _Evaluation, size: int) -> list[Summary]:
     """Summarize the first `size` tasks only: a start that was killed may have left some of the next
     ones, the quick ones first, and the decision to stop must be the same without them."""
-    from hermes_rl.evals import compare_all, summary
+    from hermes_rl.evals import summary
     from hermes_rl.store import load_run
 
-    tasks = _first_tasks(evaluation, size)
     runs = [load_run(config.run.out or "") for config in evaluation.configs.values()]
-    summaries = [summary(one, tasks=tasks) for one in runs]
-    graded = [one for one, found in zip(runs, summaries, strict=True) if found.tasks]
-    try:
-        return summaries, compare_all(graded, tasks=tasks) if len(graded) > 1 else []
-    except UserError as error:  # the scores are worth printing nevertheless
-        _note([f"not compared: {error}"])
-        return summaries, []
+    return [summary(one, tasks=_first_tasks(evaluation, size)) for one in runs]
+
+
+def _compared(
+    evaluation: _Evaluation, size: int, summaries: Iterable[Summary]
+) -> tuple[list[Comparison], list[str]]:
+    """Compare the models that have a score; also why some pairs are not compared."""
+    from hermes_rl.evals import compare_all
+    from hermes_rl.store import load_run
+
+    unscored = _unscored(evaluation, summaries)
+    scored = [c.run.out or "" for model, c in evaluation.configs.items() if model not in unscored]
+    if len(scored) < 2:
+        return [], []
+    with warnings.catch_warnings(record=True) as left_out:
+        warnings.simplefilter("always")
+        pairs = compare_all([load_run(out) for out in scored], tasks=_first_tasks(evaluation, size))
+    return pairs, [str(one.message) for one in left_out]
 
 
 def _first_tasks(evaluation: _Evaluation, size: int) -> frozenset[str] | None:
@@ -475,7 +491,8 @@ def _is_narrow(evaluation: _Evaluation, size: int, width: float | None) -> bool:
     percent."""
     if width is None:
         return False
-    summaries, comparisons = _summaries(evaluation, size)
+    summaries = _summaries(evaluation, size)
+    comparisons, _ = _compared(evaluation, size, summaries)
     intervals = [pair.difference for pair in comparisons] or [one.solved for one in summaries]
     return all((one.high - one.low) / 2 * 100 <= width for one in intervals)
 
@@ -496,11 +513,18 @@ def _ungraded_lines(evaluation: _Evaluation, summaries: Iterable[Summary]) -> It
             )
 
 
+def _unscored(evaluation: _Evaluation, summaries: Iterable[Summary]) -> list[str]:
+    """The models without a graded unit."""
+    found = zip(evaluation.configs, summaries, strict=True)
+    return [model for model, one in found if not one.tasks]
+
+
 def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> list[str]:
     """Write and print the result. Returns the models without a score."""
     from hermes_rl.rl import SUMMARY_METRICS
 
-    summaries, comparisons = _summaries(evaluation, size)
+    summaries = _summaries(evaluation, size)
+    comparisons, not_compared = _compared(evaluation, size, summaries)
     result: dict[str, Any] = {
         "name": evaluation.name,
         **evaluation.about,
@@ -513,11 +537,13 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> list[str]:
                 "never_graded": found.never_graded,
                 **_finite_shares(found),
                 "bounds": _finite(found.bounds),
+                "unfinished": found.unfinished,
                 **_figures(evaluation, model),
             }
             for model, found in zip(evaluation.configs, summaries, strict=True)
         },
         "comparisons": [_comparison_fields(pair) for pair in comparisons],
+        "not_compared": not_compared,
     }
     grouped = _grouped_lines(evaluation, size, result)
     metrics = _env_metrics(evaluation)
@@ -525,8 +551,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> list[str]:
         result["models"][model]["metrics"] = found_metrics
     place = evaluation.root / f"{evaluation.prefix}evaluation.json"
     place.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    scored = zip(evaluation.configs, summaries, strict=True)
-    unscored = [model for model, found in scored if not found.tasks]
+    unscored = _unscored(evaluation, summaries)
     if as_json:
         _note(_ungraded_lines(evaluation, summaries))
         print(json.dumps(result))
@@ -541,7 +566,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> list[str]:
     for model in evaluation.configs:
         for name, figure in _figures(evaluation, model).get("figures", {}).items():
             lines.append(f"{model}: {name} {100 * figure:.1f}%")
-    lines += [*grouped, *(str(pair) for pair in comparisons)]
+    lines += [*grouped, *(str(pair) for pair in comparisons), *not_compared]
     for model, values in metrics.items():
         more = {name: values[name] for name in values.keys() - SUMMARY_METRICS}
         lines += [f"{model}: {name} {value:.4g}" for name, value in sorted(more.items())]

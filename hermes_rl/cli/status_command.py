@@ -42,7 +42,7 @@ class Status:
     output_tokens: int
     cost: str
     trouble: tuple[str, ...] = ()
-    """One line for each endpoint that does not answer."""
+    """One line for each endpoint that does not answer, and for a missing or cut file."""
 
     def line(self) -> str:
         """The status line."""
@@ -86,7 +86,7 @@ def command(
 def read_status(path: Path) -> Status:
     """A run's state, from its files alone. Raises: UserError when there is no run."""
     from batch_runner import Trouble, read_manifest
-    from hermes_rl.store import find_driver, in_flight, load_run
+    from hermes_rl.store import find_driver, in_flight, load_run, size_fault
 
     run = load_run(path)
     stats = run.stats
@@ -94,6 +94,7 @@ def read_status(path: Path) -> Status:
     plan = stats["plan"]
     known = plan.get("units") is not None
     troubles = read_manifest(run.run_dir).get("trouble", ()) if holder is not None else ()
+    fault = size_fault(run.run_dir, {}) if holder is None else None
     local = holder is not None and holder.local
     return Status(
         path=str(path),
@@ -109,7 +110,10 @@ def read_status(path: Path) -> Status:
         input_tokens=stats["tokens"]["input_tokens"] or 0,
         output_tokens=stats["tokens"]["output_tokens"] or 0,
         cost=render.cost(stats["known_cost_usd"] or 0.0, stats["calls"]["unpriced"]),
-        trouble=tuple(Trouble(**one).line for one in troubles),
+        trouble=(
+            *(Trouble(**one).line for one in troubles),
+            *([fault] if fault else []),
+        ),
     )
 
 

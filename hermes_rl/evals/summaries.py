@@ -74,6 +74,8 @@ class Summary:
     """Units with attempts but without a reward, which are missing from the score."""
     bounds: Bounds
     """The solved share if all ungraded units were failed, and if they were solved."""
+    unfinished: str | None
+    """What is missing from a run that is not complete (`Run.unfinished`); None for chosen tasks."""
     per_task: pd.DataFrame
     """task_id, units, solved (share), reward (mean), turns (mean)."""
     failures: pd.DataFrame
@@ -93,7 +95,9 @@ class Summary:
     def __str__(self) -> str:
         left_out = f"{many(self.failed_attempts, 'attempt')} left out"
         if not self.tasks:
-            return f"{self.name}: nothing was graded; {left_out}"
+            return "; ".join(
+                filter(None, [f"{self.name}: nothing was graded", left_out, self.unfinished])
+            )
         solved = f"solved {self.solved.mean:.0%}"
         if self.tasks > 1:
             solved += f" (95 % interval {self.solved.low:.0%} to {self.solved.high:.0%})"
@@ -103,7 +107,7 @@ class Summary:
             low, high = self.bounds
             lost = many(self.never_graded, "unit")
             text += f"; {lost} ungraded: {low:.0%} to {high:.0%} with them"
-        return text
+        return "; ".join(filter(None, [text, self.unfinished]))
 
 
 def _frame(run: Run, table: str, columns: list[str], tasks: Collection[str] | None) -> pd.DataFrame:
@@ -142,6 +146,7 @@ def summary(run: Run, *, by: str | None = None, tasks: Collection[str] | None = 
         failed_attempts=len(failed),
         never_graded=len(missing),
         bounds=_bounds(per_task, missing),
+        unfinished=run.unfinished if tasks is None else None,
         per_task=per_task.drop(columns=["least", "most"]),
         failures=failed[["task_id", "owner", "cause", "error"]].reset_index(drop=True),
     )
@@ -288,6 +293,8 @@ class Comparison:
     only_a: list[str]
     """Tasks that are graded only in a, and left out."""
     only_b: list[str]
+    unfinished: Sequence[str] = ()
+    """What is missing from runs that are not complete (`Run.unfinished`)."""
 
     @property
     def tasks_needed(self) -> int | None:
@@ -308,6 +315,7 @@ class Comparison:
             f"{many(self.tasks, 'common task')}: "
             f"{better.get(self.verdict) or self._why_undecided()}"
             + (f"; left out: {', '.join(left_out)}" if left_out else "")
+            + "".join(f"; {line}" for line in self.unfinished)
         )
 
     def _repr_html_(self) -> str:
@@ -383,6 +391,11 @@ def compare(
         per_task=both[["task_id", "solved_a", "solved_b", "difference"]],
         only_a=sorted(left.loc[~left["task_hash"].isin(common), "task_id"]),
         only_b=sorted(right.loc[~right["task_hash"].isin(common), "task_id"]),
+        unfinished=[
+            f"{run.path.name}: {run.unfinished}"
+            for run in (a, b)
+            if tasks is None and run.unfinished is not None
+        ],
     )
 
 
@@ -404,9 +417,14 @@ def compare_all(
         correction: `holm` for claims, `benjamini-hochberg` for exploring.
         tasks: only these, by `task_hash`.
 
-    Raises: UserError when two runs have no graded task in common.
+    Pairs without a graded task in common are left out, with a warning for each.
     """
-    pairs = [compare(a, b, tasks=tasks) for a, b in combinations(runs, 2)]
+    pairs: list[Comparison] = []
+    for a, b in combinations(runs, 2):
+        try:
+            pairs.append(compare(a, b, tasks=tasks))
+        except UserError as error:
+            warnings.warn(f"not compared: {error}", stacklevel=2)
     adjust = stats.holm if correction == "holm" else stats.benjamini_hochberg
     adjusted = adjust([pair.p_value for pair in pairs])
     return [

@@ -19,7 +19,7 @@ from hermes_rl.export.losses import LEFT_OUT, Losses, Report
 from hermes_rl.export.source import ROWS_AT_ONCE, ExportOptions, Format, Source
 from hermes_rl.input_errors import unknown
 from hermes_rl.store import TABLES, load_run
-from hermes_rl.text import SECRETS
+from hermes_rl.text import SECRETS, many
 
 _SHOWN = 5
 """Rollouts that an error names."""
@@ -91,16 +91,17 @@ def _why_secret(leaks: list[str], run: str) -> str:
     shown = ", ".join(leaks[:_SHOWN])
     more = f" and {len(leaks) - _SHOWN:,} more" if len(leaks) > _SHOWN else ""
     return (
-        f"{run}: {len(leaks):,} rollouts contain what looks like a secret: {shown}{more}. Nothing"
-        f" was written. See `hermes-rl check {run} --secrets`, or add --allow-secrets"
+        f"{run}: {many(len(leaks), 'rollout')} with what looks like a secret: {shown}{more}. "
+        f"Nothing was written. See `hermes-rl check {run} --secrets`, or add --allow-secrets"
     )
 
 
 def _why_empty(losses: Losses, run: str, to: str) -> str:
     if not losses.rollouts:
         return f"{run} has no finished rollout to export yet"
-    why = "; ".join(f"{n:,} {LEFT_OUT[key]}" for key, n in losses.left_out.items())
-    return f"{run}: none of {losses.rollouts:,} rollouts gives a sample for {to}. Left out: {why}"
+    why = "; ".join(f"{LEFT_OUT[key]} ({n:,})" for key, n in losses.left_out.items())
+    there = many(losses.rollouts, "rollout")
+    return f"{run}: none of {there} gives a sample for {to}. Left out: {why}"
 
 
 def _write(path: Path, form: Format, source: Source) -> None:

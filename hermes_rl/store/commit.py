@@ -294,8 +294,8 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
 
 
 def size_fault(run_dir: RunDir, known: dict[str, list[Part]]) -> str | None:
-    """The first part that is missing or has another size than was committed, and the fault; None
-    without one. Reads no part, so that it is quick.
+    """Name the first part that is missing or has another size than was committed; None without one.
+    Reads no part, so that it is quick.
 
     Args:
         known: stem -> the parts of commits that were read before; extended.
@@ -309,7 +309,8 @@ def size_fault(run_dir: RunDir, known: dict[str, list[Part]]) -> str | None:
             )
         for part in known[stem]:
             if fault := part_fault(run_dir, stem, part):
-                return f"{find_part(run_dir, stem, part)[0]} {fault}"
+                place = find_part(run_dir, stem, part)[0]
+                return f"{place} {fault}. See hermes-rl check {run_dir.path}"
     return None
 
 

@@ -31,6 +31,7 @@ from hermes_rl.store.processes import ProcessId, read_holder
 from hermes_rl.store.rundir import TABLES, RunDir, epoch_of, order_of, stem_of, url_of
 from hermes_rl.store.snapshots import replaced_stems
 from hermes_rl.store.stats import compute_stats, run_figures
+from hermes_rl.text import many
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -391,6 +392,13 @@ class Run:
     def stats(self) -> dict[str, Any]:
         """The content of stats.json, computed from the same batches as the ledger."""
         return compute_stats(self.ledger.summary, self.ledger, self._plan())
+
+    @property
+    def unfinished(self) -> str | None:
+        """What a reader of its scores must know of a run that is not complete; None if it is."""
+        left = self.stats["units"]["open"]
+        unknown = "how many units are still open is unknown"
+        return unknown if left is None else f"{many(left, 'unit')} still open" if left else None
 
     def _plan(self) -> Mapping[str, Any]:
         try:

@@ -124,6 +124,8 @@ def _number(query: Mapping[str, str], name: str) -> int:
 
 
 def _unit(query: Mapping[str, str], suffix: str = "") -> tuple[str, str]:
+    if suffix and any(name in query and not query.get(name + suffix) for name in ("run", "id")):
+        raise UserError("the address has no second part to compare with (run2, id2)")
     return query.get(f"run{suffix}", ""), query.get(f"id{suffix}", "")
 
 

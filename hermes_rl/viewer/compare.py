@@ -48,7 +48,8 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
 
     Raises: UserError when one is not a run.
     """
-    paths = [Path(load_run(path).path) for path in (a, b)]
+    runs = [load_run(path) for path in (a, b)]
+    paths = [run.path for run in runs]
     settings = [_settings(path) for path in paths]
     indices = [RunIndex(path) for path in paths]
     scores = [_scores(index.table) for index in indices]
@@ -82,7 +83,10 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
         },
         "prompt": diff_lines(*(one["prompt"] for one in samples)),
         "tools": diff_lines(*(one["tools"] for one in samples)),
-        "results": [_totals(index.table) for index in indices],
+        "results": [
+            {**_totals(index.table), "unfinished": run.unfinished}
+            for index, run in zip(indices, runs, strict=True)
+        ],
         "changed": changed[:TASKS],
         "changed_count": len(changed),
     }

@@ -152,7 +152,7 @@ class RunFolder:
             row["trouble"] = list(manifest.get("trouble", ())) if driver is not None else []
             row["state"] = _state(row, live=driver is not None, ended=stats is not None)
             if driver is None and (fault := self._fault(name, run)):
-                row |= {"state": "damaged", "error": f"{fault}. See hermes-rl check {path}"}
+                row |= {"state": "damaged", "error": fault}
         except Exception as error:  # one damaged run, of any kind, must not hide the others
             row |= {"state": "damaged", "started_at": None, "error": str(error)}
         return row

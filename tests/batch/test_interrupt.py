@@ -9,6 +9,8 @@ from pathlib import Path
 import kit
 import pytest
 
+from hermes_rl.evals import summary
+from hermes_rl.store import load_run
 from hermes_rl.testing import FakeServer
 
 ROWS = [kit.make_task(n, latency_s=0.25) for n in range(12)]
@@ -40,12 +42,14 @@ async def test_first_ctrl_c_finishes_running_rollouts(tmp_path: Path, server: Fa
     assert report["done"] == check_orderly_end(run)
     assert f"{out}/run.yaml" in report["resume"]
     assert len(kit.final_rows(out)) == report["done"] < 12
+    assert str(summary(load_run(out))).endswith(f"; {12 - report['done']} units still open")
     assert kit.read_table(out, "failures") == []
     assert list((out / "journal").iterdir()) == []
     await kit.check_no_processes([run.mark], out)
 
     await kit.finish_run("--config", out / "run.yaml")
     assert len(kit.final_rows(out)) == 12
+    assert load_run(out).unfinished is None
     kit.check_usage(out, server.entries)
     kit.check_no_unit_ran_again(out, run.receipts())
 

@@ -77,6 +77,19 @@ def test_mistakes_are_named(tmp_path: Path, base_url: str) -> None:
         assert two.code == 2
         assert f"--model {names[0]} and --model {names[1]} would share the run dir" in two.err
 
+    write_rows(
+        tmp_path / "many.jsonl", *({**judged, "prompt": f"Greet me, {n}."} for n in range(9))
+    )
+    for option in (["--pilot"], []):
+        pilot = run_cli(
+            *("eval", "many.jsonl", *command[2:], "--model", "a", *option), cwd=tmp_path
+        )
+        assert pilot.code == 1, pilot.err
+        assert pilot.err.endswith(
+            "a: no unit of the first 8 tasks was graded, so there is no score (exit 1)\n"
+        )
+        assert len(load_run(tmp_path / "runs/eval-many/a").failures) == 8
+
     graded = {"id": "g", "prompt": "Greet me.", "score": {"type": "exact", "target": "x"}}
     write_rows(tmp_path / "my.jsonl", graded, judged)
     command = ("eval", "my.jsonl", "--base-url", base_url, "--toolsets", "none", "--out", "partly")
@@ -85,6 +98,34 @@ def test_mistakes_are_named(tmp_path: Path, base_url: str) -> None:
     assert "b: 1 unit without a reward (the last failure: " in partly.err
     assert partly.err.count("running in this process") == 1
     assert partly.json()["comparisons"][0]["difference"][0] == 0
+
+
+async def test_models_without_a_common_graded_task_are_named(tmp_path: Path) -> None:
+    def judge(request: ServedRequest) -> str:
+        """Decide about each task for one of the models only, and about both for `both`."""
+        (key,) = re.findall(r'"(verdict\w*)": V', text_of(request.messages[0]))
+        text = text_of(request.messages[1])
+        undecided = "from-both" not in text and ("from-a" in text) != ("First" in text)
+        return "No idea." if undecided else json.dumps({"reason": "It is.", key: "yes"})
+
+    plays: dict[str, Any] = {m: lambda _, m=m: f"from-{m}" for m in ("a", "b", "both")}
+    score = {"type": "judge", "rubric": "Is it kind?"}
+    write_rows(tmp_path / "t.jsonl", *({"prompt": p, "score": score} for p in ("First", "Second")))
+    async with FakeServer(FakeConfig(plays={**plays, "critic": judge})) as server:
+        command = (
+            *("eval", "t.jsonl", *(f"--model={m}" for m in plays), "--judge", "critic", "--json"),
+            *("--base-url", server.base_url, "--workers", "0", "--toolsets", "none"),
+        )
+        done = await asyncio.to_thread(run_cli, *command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    result = done.json()
+    assert [(pair["a"], pair["b"]) for pair in result["comparisons"]] == [
+        ("a", "both"),
+        ("b", "both"),
+    ]
+    assert result["not_compared"] == [
+        "not compared: a and b have no graded task in common. Compare runs of one dataset"
+    ]
 
 
 def test_max_usd_is_a_cap_for_all_models_and_starts(tmp_path: Path, base_url: str) -> None:

@@ -1,7 +1,7 @@
 """Scores of runs, paired comparisons, and infrastructure failures outside of scores."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ class Frames:
     path: Path
     trajectories: pd.DataFrame
     failures: pd.DataFrame
+    unfinished: str | None = None
 
     def frame(self, table: str, columns: list[str]) -> pd.DataFrame:
         return getattr(self, table)[columns]
@@ -68,6 +69,21 @@ def test_summaries_of_few_tasks_contain_no_nan() -> None:
     one = run("r", {"a": [1.0]})
     assert str(summary(one)) == "r: solved 100% over 1 task, 1 unit; 0 attempts left out"
     assert str(compare(one, one)) == "r less r: +0% over 1 common task: no difference shown"
+
+
+def test_scores_of_runs_that_are_not_complete_are_marked() -> None:
+    a, b = run("a", {"x": [1.0]}), run("b", {"x": [1.0]})
+    a, c = replace(a, unfinished="12 units still open"), run("c", {"y": [1.0]})
+    assert str(summary(a)).endswith("; 12 units still open")
+    assert (
+        str(summary(a, tasks=["h-x"])) == "a: solved 100% over 1 task, 1 unit; 0 attempts left out"
+    )
+    nothing = replace(run("n", {"x": [None]}), unfinished="1 unit still open")
+    assert str(summary(nothing)).endswith("; 0 attempts left out; 1 unit still open")
+    assert str(compare(b, a)).endswith("no difference shown; a: 12 units still open")
+    with pytest.warns(UserWarning, match="not compared: . and c have no graded task in common"):
+        pairs = compare_all([a, b, c])
+    assert [(pair.a, pair.b) for pair in pairs] == [("a", "b")]
 
 
 def test_infrastructure_failures_are_left_out_and_counted() -> None:

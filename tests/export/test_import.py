@@ -387,6 +387,7 @@ def test_the_commands_import_and_export(
     assert hermes_rl("import", "old.jsonl", "--from", "x")[2].startswith("error: --from 'x'")
     code, out, err = hermes_rl("export", "runs/old", "--to", "trl-tokens")
     assert (code, out) == (2, "")
-    assert "Left out: 1 rollouts without token segments" in err
+    assert "none of 1 rollout gives a sample" in err
+    assert "Left out: rollouts without token segments (1)" in err
     assert hermes_rl("show", "runs/old")[0] == 0
     assert hermes_rl("check", "runs/old")[0] == 0

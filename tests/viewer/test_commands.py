@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,14 @@ def test_diff_names_settings_and_tasks_with_other_results(runs: Path) -> None:
     assert (code, found["tasks"]["common"], len(found["tasks"]["only_a"])) == (0, 0, 10)
 
 
-def test_diff_of_a_run_with_itself_finds_nothing(runs: Path) -> None:
-    _, out, _ = run_cli("diff", "hostile", "hostile", cwd=runs)
+def test_diff_of_a_run_with_itself_finds_only_what_is_not_finished(
+    runs: Path, tmp_path: Path
+) -> None:
+    killed = shutil.copytree(runs / "hostile", tmp_path / "hostile")
+    (killed / "stats.json").unlink()  # as of a run whose first start was killed
+    _, out, _ = run_cli("diff", "hostile", killed, cwd=runs)
     assert "settings and versions are equal" in out
+    assert out.count("how many units are still open is unknown") == 1
     assert "0 of 2 common tasks have another reward" in out
 
 

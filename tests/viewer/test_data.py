@@ -248,6 +248,10 @@ def test_two_runs_are_compared(served: Served) -> None:
     other = served.get("diff/runs", run="small-model", run2="rl/exact")
     assert len(other["tasks"]["only_a"]) == other["tasks"]["counts"]["only_a"] == 10
     assert any(sign == "+" for sign, _ in other["prompt"])
+    unit = served.get("units", run="small-model")["rows"][0]["trajectory_id"]
+    for page in ("runs?run=small-model", f"units?run=small-model&id={unit}&run2=small-model"):
+        answer = served.ask(f"/api/diff/{page}", {"Authorization": f"Bearer {served.token}"})
+        assert "no second part to compare with (run2, id2)" in answer.json()["error"]
 
 
 async def test_rows_of_a_run_in_progress_appear_before_they_are_published(tmp_path: Path) -> None:
@@ -342,3 +346,12 @@ def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path:
     command = [COMMAND, "diff", str(tmp_path / "good"), str(tmp_path / "other")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    for name in ("status", "show"):
+        lost = next(iter((copied(name) / "trajectories").iterdir()))
+        lost.unlink()
+        command = [COMMAND, name, str(tmp_path / name)]
+        marked = subprocess.run(command, capture_output=True, text=True, check=True)
+        line = (
+            f"{lost} is missing, but its batch is committed. See hermes-rl check {lost.parents[1]}"
+        )
+        assert line in (marked.stdout + marked.stderr).splitlines()

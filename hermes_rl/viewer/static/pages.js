@@ -320,7 +320,7 @@ async function rundiff(query) {
   const found = await get("diff/runs", query), [a, b] = found.results;
   const value = (v) => (v === null || v === undefined ? h("i.soft", {}, "not set") : clean(typeof v === "object" ? JSON.stringify(v) : v));
   const share = (r) => (r.graded ? `${r.solved} of ${r.graded} (${fmt.share(r.solved / r.graded)})` : "not graded");
-  const figures = [["units done", (r) => fmt.count(r.done)], ["solved", share], ["mean reward", (r) => fmt.reward(r.mean_reward)], ["failed attempts", (r) => fmt.count(r.failed_attempts)], ["mean turns", (r) => fmt.reward(r.mean_turns)], ["tokens", (r) => fmt.count(r.tokens)], ["cost", cost], ["mean time", (r) => fmt.seconds(r.mean_seconds)]];
+  const figures = [["units done", (r) => [fmt.count(r.done), r.unfinished ? h("p.error", {}, r.unfinished) : null]], ["solved", share], ["mean reward", (r) => fmt.reward(r.mean_reward)], ["failed attempts", (r) => fmt.count(r.failed_attempts)], ["mean turns", (r) => fmt.reward(r.mean_turns)], ["tokens", (r) => fmt.count(r.tokens)], ["cost", cost], ["mean time", (r) => fmt.seconds(r.mean_seconds)]];
   const heads = () => ["", clean(query.run), clean(query.run2)].map((t) => h("th", {}, t));
   const tasks = found.tasks, listed = (name, key) => (tasks[key].length ? more(`${fmt.many(tasks.counts[key], "task")} ${name}`, h("ul", {}, tasks[key].map((t) => h("li", {}, clean(t)))), tasks.counts[key] > tasks[key].length ? h("p.soft", {}, `and ${fmt.count(tasks.counts[key] - tasks[key].length)} more`) : null) : null);
   return {
