@@ -29,16 +29,19 @@ class ThisPython(AsyncKernelManager):
         return KernelSpec(argv=command, display_name="this Python", language="python")
 
 
-async def execute(*plays: tuple[str, Path]) -> list[Any]:
+async def execute(*plays: tuple[str, Path], refusing: Path | None = None) -> list[Any]:
     """Run notebooks in `root/notebooks` and return them with outputs.
 
     One kernel runs them all, to save its start and imports. Each notebook starts in its folder
     without earlier names, unless it runs a second time ("Run all" in the same kernel).
 
-    Raises: what a cell raises.
+    Args:
+        refusing: the root in which cells may end with an error of hermes_rl.
     """
     made: list[Any] = []
-    client = NotebookClient(nbformat.v4.new_notebook(), timeout=90, kernel_manager_class=ThisPython)
+    client = NotebookClient(
+        nbformat.v4.new_notebook(), timeout=90, kernel_manager_class=ThisPython, allow_errors=True
+    )
     async with client.async_setup_kernel():
         for name, root in plays:
             folder = root / "notebooks"
@@ -50,6 +53,8 @@ async def execute(*plays: tuple[str, Path]) -> list[Any]:
                 notebook.cells.insert(0, start)
             for index, cell in enumerate(notebook.cells):
                 await client.async_execute_cell(cell, index)
+            errors = {o.ename for o in outputs(notebook) if o.output_type == "error"}
+            assert errors == ({"UserError"} if root == refusing else set()), (name, errors)
             made.append(notebook)
     return made
 
@@ -82,10 +87,10 @@ TASKS: dict[str, list[Any]] = {
 """Task -> steps of the model. One turn solves 3 of 9, two solve 7; the tenth has no verdict."""
 
 
-async def made_run(out: Path, base_url: str, max_turns: int) -> None:
-    """Run these tasks, two repeats each, with a fake server."""
+async def made_run(out: Path, base_url: str, max_turns: int, only: str = "") -> None:
+    """Run these tasks (`only`: those with such names), two repeats each, with a fake server."""
     dataset = out.parent / "tasks.jsonl"
-    dataset.parent.mkdir(exist_ok=True)
+    dataset.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {
             "id": name,
@@ -93,6 +98,7 @@ async def made_run(out: Path, base_url: str, max_turns: int) -> None:
             "verify": 'test "$(cat "$WORKSPACE/out.txt")" = 1',
         }
         for name, steps in TASKS.items()
+        if name.startswith(only)
     ]
     for number, row in enumerate(rows):
         row["number"] = str(number)  # equal rows would be the same task
@@ -157,7 +163,18 @@ async def test_notebooks_use_existing_runs(tmp_path: Path) -> None:
     async with FakeServer() as server:
         await made_run(tmp_path / "runs/demo-rehearsal", server.base_url, max_turns=1)
         await made_run(tmp_path / "runs/demo", server.base_url, max_turns=5)
-    look, compared = await execute(("first_look.ipynb", tmp_path), ("evaluate.ipynb", tmp_path))
+        nothing = tmp_path / "nothing"
+        await made_run(nothing / "runs/demo", server.base_url, max_turns=1, only="refused")
+        for name in ("commits", "failures"):  # as of a run that was killed at once
+            shutil.rmtree(nothing / "runs/demo" / name)
+    look, compared, unlooked, unexplained = await execute(
+        *((f"{name}.ipynb", tmp_path) for name in ("first_look", "evaluate")),
+        *((f"{name}.ipynb", nothing) for name in ("first_look", "failure_modes")),
+        refusing=nothing,
+    )
+    assert "No unit has finished." in printed(unlooked)
+    assert "No unit has finished." in shown(unlooked)
+    assert "No attempt has ended." in shown(unexplained)
     assert "demo: solved 78%" in printed(look)
     assert "9 tasks, 18 units; 2 attempts left out" in printed(look)
     assert figures(look) == 2
