@@ -295,14 +295,21 @@ class Comparison:
     only_b: list[str]
     unfinished: Sequence[str] = ()
     """What is missing from runs that are not complete (`Run.unfinished`)."""
+    clusters: int | None = None
+    """Clusters of the tasks; None for tasks on their own."""
 
     @property
     def tasks_needed(self) -> int | None:
-        """Tasks with which a difference as large as the observed one would be detectable."""
-        deviation = float(self.per_task["difference"].std())
-        if abs(self.difference.mean) < ROUNDING or not deviation > 0:
+        """Tasks with which a difference as large as the observed one would be detectable, in
+        clusters like these. None where that many are here: the exact test, or the correction for
+        many comparisons, is stricter than the approximation behind the number."""
+        if abs(self.difference.mean) < ROUNDING or not self.detectable > 0:
             return None
-        return stats.tasks_needed(deviation, self.difference.mean, alpha=ALPHA, power=POWER)
+        clusters = self.clusters or self.tasks
+        deviation = self.detectable / stats.detectable_effect(1, clusters, alpha=ALPHA, power=POWER)
+        more = stats.tasks_needed(deviation, self.difference.mean, alpha=ALPHA, power=POWER)
+        needed = math.ceil(more * self.tasks / clusters)
+        return needed if needed > self.tasks else None
 
     def __str__(self) -> str:
         d = self.difference
@@ -396,6 +403,7 @@ def compare(
             for run in (a, b)
             if tasks is None and run.unfinished is not None
         ],
+        clusters=None if clusters is None else number,
     )
 
 

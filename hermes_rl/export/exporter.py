@@ -99,7 +99,7 @@ def _why_secret(leaks: list[str], run: str) -> str:
 def _why_empty(losses: Losses, run: str, to: str) -> str:
     if not losses.rollouts:
         return f"{run} has no finished rollout to export yet"
-    why = "; ".join(f"{LEFT_OUT[key]} ({n:,})" for key, n in losses.left_out.items())
+    why = "; ".join(f"{LEFT_OUT[key]}: {n:,}" for key, n in losses.left_out.items())
     there = many(losses.rollouts, "rollout")
     return f"{run}: none of {there} gives a sample for {to}. Left out: {why}"
 

@@ -134,6 +134,12 @@ def test_few_differing_tasks_give_no_verdict() -> None:
     five, six = compare(*runs(5)), compare(*runs(6))
     assert (five.verdict, five.p_value, five.test) == ("undecided", 2 / 2**5, "exact McNemar")
     assert (six.verdict, six.p_value) == ("b", 2 / 2**6)
+    a, b = (
+        run(name, {t: [float(t in solved)] for t in "uvwxyz"})
+        for name, solved in (("a", ""), ("b", "uvwxy"))
+    )
+    five = compare(a, b)
+    assert str(five).endswith("no difference shown (p = 0.062, exact McNemar)")
 
 
 def test_no_winner_below_the_detectable_difference() -> None:
@@ -215,6 +221,7 @@ def test_a_verdict_is_clustered_by_a_column() -> None:
     assert clustered.verdict == "undecided"
     assert clustered.p_value == 1.0
     assert clustered.detectable > 0.5
+    assert str(clustered).endswith("; 216 tasks would show one of this size"), "18 repositories"
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])

@@ -145,7 +145,7 @@ def test_filters_are_counted(run: Path, tmp_path: Path) -> None:
     report = export_run(run, "trl", tmp_path / "x", ExportOptions(dedupe=True))
     assert report.left_out == {"duplicate": 5}  # one of the rollouts has two contexts
     options = ExportOptions(end_reasons=frozenset({"max_turns"}))
-    with pytest.raises(UserError, match=r"Left out: rollouts with another ending .*\(8\)"):
+    with pytest.raises(UserError, match=r"Left out: rollouts with another ending .*: 8"):
         export_run(run, "trl", tmp_path / "x", options)
     assert export_run(run, "trl", tmp_path / "x", ExportOptions(limit=3)).rollouts == 3
 

@@ -165,7 +165,7 @@ def test_filters_make_groups_smaller(name: str, run: Path) -> None:
     report = export_run(run, name, options=ExportOptions(min_reward=0.5))
     assert report.trained == 2 * 2
     with pytest.raises(
-        UserError, match=r"out: rollouts below .* \(2\); rollouts of groups .* \(2\)"
+        UserError, match=r"Left out: rollouts below .*: 2; rollouts of groups .*: 2"
     ):
         export_run(run, name, options=ExportOptions(min_reward=0.75))
 
