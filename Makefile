@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 consume = $(1)/bin/python -m pytest -c tests/consumers/pytest.ini $(2) --producer=$(CURDIR)/$(RUN) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke lint size eval-humaneval bench bench-atropos chaos coverage test-consumers lock clean demo-venv dev-venv
+.PHONY: help demo test smoke lint size eval-humaneval bench bench-atropos chaos crash-points coverage test-consumers lock clean demo-venv dev-venv
 .PHONY: prove prove-venv
 
 help: ## list these targets
@@ -61,6 +61,9 @@ bench-atropos: dev-venv ## compare env process with atroposlib on the same work 
 
 chaos: dev-venv ## kill, suspend, merge and damage runs at random moments and check their records (N=300 SEED=1 STOP=60)
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
+
+crash-points: dev-venv ## kill runs with Ray workers, or a worker, at every named step of the commit protocol (10 minutes)
+	@$(RUN) -m pytest tests/batch/test_kills.py -m 'slow or crash_points' $(PYTEST_ARGS)
 
 prove: prove-venv ## train a small model with rl.rollouts() on this CPU: three seeds and their controls, with a plot
 	@$(PROVE)/bin/python examples/grpo_cpu/prove.py $(PROVE_ARGS)

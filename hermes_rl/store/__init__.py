@@ -41,7 +41,13 @@ if TYPE_CHECKING:
         write_commit,
     )
     from hermes_rl.store.compaction import Compacted, merge_batches
-    from hermes_rl.store.crash import COMPACTION_POINTS, CRASH_POINTS, CRASH_VARIABLE, CrashHook
+    from hermes_rl.store.crash import (
+        COMPACTION_POINTS,
+        CRASH_POINTS,
+        CRASH_VARIABLE,
+        ONCE_VARIABLE,
+        CrashHook,
+    )
     from hermes_rl.store.derived import DerivedWriter, PendingRow, open_derived_writer
     from hermes_rl.store.driver import (
         SMALL_FILE,

@@ -2,8 +2,9 @@
 
 `HERMES_RL_CRASH_AT=publish-7-renamed:2` kills the process (kill -9) when it reaches that point for
 the second time; `publish-7-renamed:2:15` stalls there for 15 s, like a disk that does not answer.
-The variable is read when a run directory is opened. Points are numbered like the steps of the
-protocol: attempt 1-5, publish 6-9, recovery R1-R6, compaction 1-6.
+The variable is read when a run directory is opened. With `HERMES_RL_CRASH_ONCE=FILE`, only the
+process that removes that file dies: one of several workers. Points are numbered like the steps of
+the protocol: attempt 1-5, publish 6-9, recovery R1-R6, compaction 1-6.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 
 CRASH_VARIABLE = "HERMES_RL_CRASH_AT"
+ONCE_VARIABLE = "HERMES_RL_CRASH_ONCE"
 
 CRASH_POINTS = (
     "attempt-1-dispatch-torn",
@@ -89,6 +92,11 @@ class CrashHook:
         if name != self._name:
             return False
         self._left -= 1
+        if self._left == 0 and (file := os.environ.get(ONCE_VARIABLE)):
+            with suppress(FileNotFoundError):
+                os.unlink(file)
+                return True
+            return False
         return self._left == 0
 
     def die(self) -> None:

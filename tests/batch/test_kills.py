@@ -14,7 +14,8 @@ from typing import Any
 import kit
 import pytest
 
-from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE
+from hermes_rl.cli import main
+from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE, ONCE_VARIABLE
 from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
@@ -117,18 +118,56 @@ async def test_driver_killed(out: Path, server: FakeServer, many_rows: Rows) -> 
     assert len({row["unit_id"] for row in lost}) == len(lost) <= 6
 
 
-async def test_driver_killed_while_it_commits_for_ray_workers(
-    out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
+OF_WORKERS = ("attempt-2", "attempt-3", "attempt-4", "publish-6")
+OF_WORKERS += ("publish-7-half", "publish-7-prepared", "publish-9-live")
+RAY_POINTS = [("", p) if p.startswith(OF_WORKERS) else (p, "") for p in CRASH_POINTS]
+"""Where the driver dies, and where one of the workers does."""
+RAY_POINTS += [("recover-3-batch", "attempt-3-done")]  # drivers that recover a dead worker
+RAY_POINTS += [(p, "attempt-2-live") for p in CRASH_POINTS if p.startswith("recover-4")]
+EACH_TIME = (("publish-7-renamed", ""), ("recover-4-written", "attempt-2-live"))
+"""The others run with `make crash-points`."""
+
+
+@pytest.mark.parametrize(
+    ("driver", "worker"),
+    [
+        pytest.param(*points, marks=() if points in EACH_TIME else pytest.mark.crash_points)
+        for points in RAY_POINTS
+    ],
+)
+async def test_killed_at_with_ray_workers(
+    driver: str,
+    worker: str,
+    out: Path,
+    server: FakeServer,
+    cluster: dict[str, str],
+    many_rows: Rows,
 ) -> None:
-    """The workers wait for an answer, and end with their lease or with Ray. What the driver leaves
-    at the other points is the same without Ray: `test_killed_at`."""
+    """A dead worker is replaced. Workers of a dead driver end with their lease or with Ray."""
     arguments = kit.run_arguments(out.parent, MANY, server, *RAY)
-    crash = {CRASH_VARIABLE: "publish-7-renamed:2"}
-    run = await kit.finish_run(*arguments, env={**cluster, **crash}, code=KILLED)
-    await kit.check_processes_ended(kit.worker_pids(out), kit.WAIT_S)
+    once = out.with_name("once")
+    if worker:
+        once.touch()
+        env_vars = f"{CRASH_VARIABLE}: {worker}, {ONCE_VARIABLE}: {once}"
+        arguments += ["--set", f"run.runtime_env={{env_vars: {{{env_vars}}}}}"]
+    crashes = [driver + (":2" if driver.startswith("attempt") else "")]
+    if driver.startswith("recover") and not worker:  # at the second start
+        crashes.insert(0, "attempt-5-receipt:5")
+    receipts: dict[str, int] = {}
+    for crash in crashes:
+        env = {**cluster, CRASH_VARIABLE: crash}
+        run = await kit.finish_run(*arguments, env=env, code=KILLED if driver else 0)
+        await kit.check_processes_ended(kit.worker_pids(out), kit.WAIT_S)
+        receipts |= run.receipts()
+
     arguments = kit.run_arguments(out.parent, reversed(MANY), server, "--workers", "0")
-    await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
-    check_result(out, server, run.receipts(), many_rows)
+    resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
+    assert not set(resumed.receipts()) & set(receipts)
+    check_result(out, server, receipts, many_rows)
+    assert not once.exists(), "no worker died"
+    lost = {row["cause"] for row in kit.read_table(out, "failures")}
+    assert lost <= ({"driver_lost", "worker_lost"} if worker else {"driver_lost"})
+    assert await asyncio.to_thread(main, ["check", str(out)]) == 0
 
 
 async def test_worker_killed(
