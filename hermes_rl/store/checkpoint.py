@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,17 @@ from hermes_rl.store.summary import Summary
 if TYPE_CHECKING:
     import numpy as np
 
+    Column = np.ndarray[Any, Any]
+
 _VERSION = 1
 _SIZE = struct.Struct("<Q")
 _KEY = struct.Struct(">QQ")
 _DIGEST_BYTES = 32
 _STEP = 2**20
 """Units, or bytes, that are copied at once."""
+_SLICE = 2**14
+"""Keys that are looked up at once. No call may keep other threads waiting, such as the event loop,
+so sorting is left to numpy, and no loop over all units is one of C."""
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -103,22 +109,22 @@ class Checkpoint:
         """Those of these keys, of 16 bytes each, whose units are not known as done."""
         import numpy as np  # of large runs only
 
-        at = self._find(keys)
+        at = self._find(*_columns(keys))
         done = np.array([state.done > 0 for state in self.states])
         found = (at >= 0) & done[np.asarray(self.codes)[at]]
         return [keys[16 * n : 16 * (n + 1)] for n in np.flatnonzero(~found).tolist()]
 
-    def known_among(self, keys: bytes) -> dict[bytes, Unit]:
-        """The states of those of these keys that are known."""
+    def known_among(self, keys: Iterable[bytes]) -> Iterator[tuple[bytes, Unit]]:
+        """Those of these keys that are known, with their states. Other threads run meanwhile."""
         import numpy as np
 
-        at = self._find(keys)
-        found = np.flatnonzero(at >= 0)
-        codes = np.asarray(self.codes)[at[found]]
-        return {
-            keys[16 * n : 16 * (n + 1)]: self.states[code]
-            for n, code in zip(found.tolist(), codes.tolist(), strict=True)
-        }
+        rest = iter(keys)
+        while some := [*islice(rest, _SLICE)]:
+            at = self._find(*_columns(b"".join(some)))
+            found = np.flatnonzero(at >= 0)
+            codes = np.asarray(self.codes)[at[found]]
+            for n, code in zip(found.tolist(), codes.tolist(), strict=True):
+                yield some[n], self.states[code]
 
     def keys_of(self, wanted: Callable[[Unit], bool] = lambda _: True) -> Iterator[bytes]:
         """The keys of units in some states, in order."""
@@ -138,11 +144,10 @@ class Checkpoint:
             at += 1
         return -1
 
-    def _find(self, keys: bytes) -> np.ndarray[Any, Any]:
-        """Where each key is; -1 for an unknown one."""
+    def _find(self, first: Column, second: Column) -> Column:
+        """Where each key of these halves is; -1 for an unknown one."""
         import numpy as np
 
-        first, second = _columns(keys)
         at = np.searchsorted(np.asarray(self.first), first)
         at[at == len(self)] = 0
         same = np.asarray(self.first)[at] == first
@@ -152,15 +157,13 @@ class Checkpoint:
         at[~same] = -1
         return at
 
-    def places(self, keys: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Where each of these sorted keys is, and whether it is there; else, where it belongs."""
+    def places(self, first: Column, second: Column) -> tuple[Column, Column]:
+        """Where each key of these halves is, and whether it is there; else, where it belongs."""
         import numpy as np
 
-        at = self._find(keys)
+        at = self._find(first, second)
         there = at >= 0
-        return np.where(
-            there, at, np.searchsorted(np.asarray(self.first), _columns(keys)[0])
-        ), there
+        return np.where(there, at, np.searchsorted(np.asarray(self.first), first)), there
 
 
 def open_checkpoint(run_dir: RunDir) -> Checkpoint | None:
@@ -219,7 +222,7 @@ def add_ranges(covered: dict[str, list[list[int]]], stems: list[str]) -> dict[st
     return found
 
 
-def _columns(keys: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _columns(keys: bytes) -> tuple[Column, Column]:
     import numpy as np
 
     halves = np.frombuffer(keys, ">u8").astype("=u8")
@@ -247,12 +250,13 @@ def _write(
     import numpy as np
 
     code_of = {state: code for code, state in enumerate(header.states)}
-    ordered = sorted(changed)
-    keys = b"".join(ordered)
-    codes = np.fromiter((code_of[changed[key]] for key in ordered), np.uint16, len(ordered))
-    columns = [*_columns(keys), codes]
+    codes = np.fromiter((code_of[state] for state in changed.values()), np.uint16, len(changed))
+    keys = np.fromiter((key for key in changed), "S16", len(changed)).tobytes()
+    first, second = _columns(keys)
+    order = np.lexsort((second, first))
+    columns = [column[order] for column in (first, second, codes)]
     if base is not None:
-        at, there = base.places(keys)
+        at, there = base.places(*columns[:2])
         order = np.argsort(at, kind="stable")
         at, there, columns = at[order], there[order], [column[order] for column in columns]
         renumbered = np.array([code_of.get(state, 0) for state in base.states], np.uint16)

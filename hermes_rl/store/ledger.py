@@ -130,10 +130,10 @@ class Ledger:
 
     def states(self) -> Counter[Unit]:
         """How many units have each state."""
-        counts = Counter(self._units.values())
+        counts = Counter(state for state in self._units.values())
         if self.base is not None:
             counts += self.base.counts
-            counts -= Counter(self.base.known_among(b"".join(self._units)).values())
+            counts -= Counter(state for _, state in self.base.known_among(self._units))
         return counts
 
     @property
@@ -148,7 +148,7 @@ class Ledger:
     def rebase(self, base: Checkpoint) -> None:
         """Use a newer checkpoint, and free what it has. Other threads may use the ledger."""
         self.base = base
-        for key, state in base.known_among(b"".join(list(self._units))).items():
+        for key, state in base.known_among(list(self._units)):
             # Finished units do not change any more; another one may at this moment.
             if state.done and self._units.get(key) == state:
                 self._units.pop(key, None)
@@ -198,12 +198,10 @@ class Ledger:
     def _load_commit(self, commit: Commit, duplicates: set[bytes]) -> None:
         keys, units = commit.keys, self._units
         codes = [_CODES.get(name, _CODES["harness"]) for name in keys.names]
-        ids = bytes.fromhex("".join(keys.unit_id))
-        known = self.base.known_among(ids) if self.base is not None else {}
-        at = 0
-        for attempt, table, cause in zip(keys.attempt, keys.table, keys.cause, strict=True):
-            key = ids[at : at + 16]
-            at += 16
+        ids = [*map(bytes.fromhex, keys.unit_id)]
+        known = dict(self.base.known_among(ids)) if self.base is not None else {}
+        attempts = zip(ids, keys.attempt, keys.table, keys.cause, strict=True)
+        for key, attempt, table, cause in attempts:
             before = units.get(key)
             if before is None:
                 before = known.get(key, _NEW)
@@ -212,7 +210,7 @@ class Ledger:
             if unit.done > 1:
                 duplicates.add(key)
         for place, command in keys.fatal_commands.items():
-            self._add_fatal(ids[16 * place : 16 * (place + 1)], command)
+            self._add_fatal(ids[place], command)
 
     def _add_fatal(self, key: bytes, command: str) -> None:
         known = self._fatal_commands.get(key, ())

@@ -70,6 +70,18 @@ def timed(work: Callable[[], object], times: int) -> float:
     return (time.process_time() - start) / times
 
 
+async def delays_ms(work: Callable[[], object]) -> list[float]:
+    """By how many ms an event loop wakes up late while a thread works, in order of size. Without
+    the time in which the whole process waited for a core."""
+    found, working = list[float](), asyncio.create_task(asyncio.to_thread(work))
+    while not working.done():
+        begun, used = time.perf_counter(), time.process_time()
+        await asyncio.sleep(0.005)
+        late = time.perf_counter() - begun - 0.005
+        found.append(1000 * min(late, time.process_time() - used))
+    return sorted(found)
+
+
 @functools.cache
 def rate_reports(workers: int) -> tuple[float, float]:
     """Of this many workers on one lane with a budget: CPU of one report at the driver in ms (median
@@ -127,6 +139,7 @@ def commit_constants(folder: Path) -> dict[str, float]:
     for commit in commits:
         write_commit(run_dir, commit)
     saved = timed(lambda: write_checkpoint(run_dir, epoch, None), 1) / len(ids)
+    late = asyncio.run(delays_ms(lambda: write_checkpoint(run_dir, epoch, None)))
     base = open_checkpoint(run_dir)
     assert base is not None
     some = bytes.fromhex("".join(ids))
@@ -137,6 +150,8 @@ def commit_constants(folder: Path) -> dict[str, float]:
         "ledger_load_us_per_unit": 1e6 * load,
         "ledger_bytes_per_unit": memory,
         "checkpoint_write_us_per_unit": 1e6 * saved,
+        "checkpoint_loop_delay_p99_ms": late[99 * len(late) // 100],
+        "checkpoint_loop_delay_worst_ms": late[-1],
         "checkpoint_open_us_per_unit": 1e6 * timed(lambda: open_checkpoint(run_dir), 5) / len(ids),
         "checkpoint_find_us_per_unit": 1e6 * timed(lambda: [*base.open_among(some)], 5) / len(ids),
         "checkpoint_bytes_per_unit": (folder / "ledger.checkpoint").stat().st_size / len(ids),
