@@ -450,7 +450,8 @@ def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair:
         copy = _begin_copy(root, work, fetched)
     mirror = Mirror(remote, lock, copy, lease_s, damaged)
     lost = [n for n in sorted(damaged or ()) if not (work / n).exists()]
-    lines = (f"lost: {remote.url}/{name}" for name in lost)
+    # The repair itself reports parts.
+    lines = (f"lost: {remote.url}/{n}" for n in lost if n.partition("/")[0] not in TABLES)
     mirror.notes += [*notes, *remote.log_faults, *lines]
     return mirror
 

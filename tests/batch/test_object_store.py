@@ -627,7 +627,9 @@ async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
     for machine, units, code in (("machine-b", 4, 0), ("machine-c", 0, 2)):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
         assert await asyncio.to_thread(main, ["check", url, "--repair"]) == code
-        assert f"{units} units done" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"{units} units done" in shown
+        assert shown.count("lost: ") == (0 if units else 1)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
         assert len(await rows_at(url)) == units
         async with aiohttp.ClientSession(headers=SIGNED) as session:
