@@ -22,7 +22,7 @@ import msgspec
 from hermes_rl.errors import HermesError, StoreError, UserError
 from hermes_rl.network import is_local_name
 from hermes_rl.viewer.compare import diff_attempts, diff_runs
-from hermes_rl.viewer.folder import RunFolder
+from hermes_rl.viewer.folder import RunFolder, whole_number
 
 DEFAULT_PORT = 7470
 _STATIC = Path(__file__).with_name("static")
@@ -95,7 +95,7 @@ def _answer(folder: RunFolder, path: str, query: Mapping[str, str]) -> tuple[byt
         return (_STATIC / name).read_bytes(), kind, 200
     try:
         if path == "/api/image":
-            return *folder.image(*_unit(query), query.get("sub", ""), _number(query, "n")), 200
+            return *folder.image(*_unit(query), query.get("sub", ""), whole_number(query, "n")), 200
         if path not in _ROUTES:
             raise StoreError(f"no page {path}")
         return encode_answer(_ROUTES[path](folder, query)), "application/json", 200
@@ -116,13 +116,6 @@ def _cookie(headers: Mapping[str, str], name: str) -> str:
     return next((value for key, _, value in pairs if key == name), "")
 
 
-def _number(query: Mapping[str, str], name: str) -> int:
-    text = query.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise UserError(f"{name}={text}: must be a whole number")
-    return int(text)
-
-
 def _unit(query: Mapping[str, str], suffix: str = "") -> tuple[str, str]:
     if suffix and any(name in query and not query.get(name + suffix) for name in ("run", "id")):
         raise UserError("the address has no second part to compare with (run2, id2)")
@@ -130,7 +123,7 @@ def _unit(query: Mapping[str, str], suffix: str = "") -> tuple[str, str]:
 
 
 def _messages(folder: RunFolder, query: Mapping[str, str]) -> Any:
-    start, whole = _number(query, "from"), bool(query.get("whole"))
+    start, whole = whole_number(query, "from"), bool(query.get("whole"))
     return folder.messages(*_unit(query), query.get("sub", ""), start, whole)
 
 
@@ -142,7 +135,7 @@ _ROUTES: dict[str, Callable[[RunFolder, Mapping[str, str]], Any]] = {
     "/api/messages": _messages,
     "/api/groups": lambda folder, q: folder.groups(q.get("run", ""), q),
     "/api/tokens": lambda folder, q: folder.tokens(
-        *_unit(q), _number(q, "branch"), _number(q, "from")
+        *_unit(q), whole_number(q, "branch"), whole_number(q, "from")
     ),
     "/api/diff/units": lambda folder, q: diff_attempts(
         *(folder.index(_unit(q, side)[0]).row(_unit(q, side)[1]) for side in ("", "2"))

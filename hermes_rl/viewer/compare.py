@@ -84,7 +84,7 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
         "prompt": diff_lines(*(one["prompt"] for one in samples)),
         "tools": diff_lines(*(one["tools"] for one in samples)),
         "results": [
-            {**_totals(index.table), "unfinished": run.unfinished}
+            {**totals(index.table), "unfinished": run.unfinished}
             for index, run in zip(indices, runs, strict=True)
         ],
         "changed": changed[:TASKS],
@@ -132,7 +132,8 @@ def _scores(table: pa.Table) -> dict[str, Plain]:
     }
 
 
-def _totals(table: pa.Table) -> Plain:
+def totals(table: pa.Table) -> Plain:
+    """The results of all attempts in the table of an index."""
     done = table.filter(pc.equal(table["status"], "ok"))
     rewards = done["reward"]
     return {

@@ -27,6 +27,7 @@ from hermes_rl.store import (
     local_run,
     size_fault,
 )
+from hermes_rl.viewer.compare import totals
 from hermes_rl.viewer.index import RunIndex
 
 Plain = dict[str, Any]
@@ -151,8 +152,10 @@ class RunFolder:
             row["in_flight"] = self._in_flight(name, run) if driver is not None else 0
             row["trouble"] = list(manifest.get("trouble", ())) if driver is not None else []
             row["state"] = _state(row, live=driver is not None, ended=stats is not None)
-            if driver is None and (fault := self._fault(name, run)):
+            known = self._parts.setdefault(name, {})
+            if driver is None and (fault := size_fault(run.run_dir, known)):
                 row |= {"state": "damaged", "error": fault}
+                del self._parts[name]  # a repair changes commits
         except Exception as error:  # one damaged run, of any kind, must not hide the others
             row |= {"state": "damaged", "started_at": None, "error": str(error)}
         return row
@@ -171,31 +174,9 @@ class RunFolder:
         same = all(stored[key] == found[key] for key in ("done", "failed_attempts"))
         return stats if same else None
 
-    def _fault(self, name: str, run: Run) -> str | None:
-        """A file of the run that is missing or has another size than was committed."""
-        fault = size_fault(run.run_dir, self._parts.setdefault(name, {}))
-        if fault is not None:
-            del self._parts[name]  # a repair changes commits
-        return fault
-
     def _counts_of(self, name: str) -> Plain:
         """Counts of a run without current statistics: it is in progress, or was killed."""
-        table = self.index(name).table
-        finished = table.filter(pc.equal(table["status"], "ok"))
-        rewards = finished["reward"]
-        cost = pc.sum(table["cost_usd"]).as_py()
-        return {
-            "units": None,
-            "done": len(finished),
-            "given_up": None,
-            "failed_attempts": len(table) - len(finished),
-            "graded": len(rewards) - rewards.null_count,
-            "solved": pc.sum(pc.greater_equal(rewards, 1.0)).as_py() or 0,
-            "mean_reward": pc.mean(rewards).as_py(),
-            "tokens": pc.sum(table["total_tokens"]).as_py(),
-            "cost_usd": cost,
-            "unpriced_calls": pc.sum(table["unpriced_calls"]).as_py() or 0,
-        }
+        return {"units": None, "given_up": None, **totals(self.index(name).table)}
 
     def _in_flight(self, name: str, run: Run) -> int:
         at, count = self._live.get(name, (0.0, 0))
@@ -242,7 +223,7 @@ class RunFolder:
         order = "descending" if key.startswith("-") else "ascending"
         ties = [("row_index", "ascending"), ("task_id", "ascending"), ("repeat", "ascending")]
         keys = [(key.lstrip("-"), order), *(t for t in ties if t[0] != key.lstrip("-"))]
-        offset = _whole(wanted, "offset")
+        offset = whole_number(wanted, "offset")
         places = pc.sort_indices(rows, sort_keys=keys)
         page = rows.take(places[offset : offset + PAGE]).select(list(_SHOWN))
         return {
@@ -338,7 +319,7 @@ class RunFolder:
             table = table.filter(pc.match_substring(table["task_id"], task, ignore_case=True))
         if wanted.get("equal"):
             table = table.filter(table["equal_scores"])
-        offset = _whole(wanted, "offset")
+        offset = whole_number(wanted, "offset")
         return {
             "found": len(table),
             "offset": offset,
@@ -429,27 +410,19 @@ def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
 def _reward_mask(rewards: pa.ChunkedArray, chosen: str) -> Any:
     if chosen == "none":
         return pc.is_null(rewards)
-    named = {"solved": (1.0, None), "failed": (None, 0.0)}
     if chosen == "partial":
         mask = pc.and_(pc.greater(rewards, 0.0), pc.less(rewards, 1.0))
         return pc.fill_null(mask, False)
-    if chosen in named:
-        low, high = named[chosen]
-    else:
-        ends = chosen.partition("..")
-        try:
-            low, high = (float(end) if end else None for end in (ends[0], ends[2]))
-        except ValueError:
-            raise UserError(f"reward={chosen}: give MIN..MAX") from None
-    mask = pc.is_valid(rewards)
-    if low is not None:
-        mask = pc.and_(mask, pc.greater_equal(rewards, low))
-    if high is not None:
-        mask = pc.and_(mask, pc.less_equal(rewards, high))
+    low, _, high = {"solved": "1..", "failed": "..0"}.get(chosen, chosen).partition("..")
+    try:
+        least, most = float(low or "-inf"), float(high or "inf")
+    except ValueError:
+        raise UserError(f"reward={chosen}: give MIN..MAX") from None
+    mask = pc.and_(pc.greater_equal(rewards, least), pc.less_equal(rewards, most))
     return pc.fill_null(mask, False)
 
 
-def _whole(wanted: Mapping[str, str], name: str) -> int:
+def whole_number(wanted: Mapping[str, str], name: str) -> int:
     """A number of 0 or more. Raises: UserError for another value."""
     text = wanted.get(name) or "0"
     if not (text.isascii() and text.isdigit() and len(text) < 10):
