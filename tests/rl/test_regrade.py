@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-import subprocess
-import sys
+import os
+from contextlib import chdir
 from typing import Any
 
+import forks
 import pytest
-from runs import CLI, Lab, start_server, tokens, tokens_spent
+from runs import Lab, start_server, tokens, tokens_spent
 
 from batch_runner import Silent, arun_batch, read_manifest, regrade_run
 from hermes_rl.cli import main
@@ -449,24 +450,26 @@ async def test_a_regrade_without_stored_rollouts_reports_the_reason(
     assert run == {} or "4 have no stored workspace (or a ctx.state that is no" in printed.out
 
 
-def test_the_command_finds_an_environment_in_the_working_directory(lab: Lab) -> None:
+async def test_the_command_finds_an_environment_in_the_working_directory(lab: Lab) -> None:
     head = "from pathlib import Path\nAWAY = Path('/nowhere')"
     lab.write(BARE + STATE + COMPARED, head, name="beside")
-    command = [sys.executable, "-P", "-c", CLI, "env"]  # like an installed command, without cwd
     flags = ["--model", "oracle", "--limit", "3", "--workers", "0", "--out", "run"]
 
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *arguments], cwd=lab.path, capture_output=True, text=True, timeout=120
-        )
+    async def call(*arguments: str) -> tuple[int, str, str]:
+        with chdir(lab.path):
+            process = await forks.start(["env", *arguments], os.environ)
+        out, errors = await process.communicate()
+        return await process.wait(), out.decode(), errors.decode()
 
-    made = call("process", "beside:Made", *flags, "--set", "run.keep_workspaces=true")
-    assert made.returncode == 0, made.stderr
+    code, _, errors = await call(
+        "process", "beside:Made", *flags, "--set", "run.keep_workspaces=true"
+    )
+    assert code == 0, errors
     best = ("--set", "env.config.best=2", "--set", "env.config.again=true")
-    graded = call("regrade", "run", *best)
-    assert (graded.returncode, graded.stderr) == (1, "")
-    assert "12 graded" in graded.stdout
-    assert "1 group could not be scored" in graded.stdout
-    stopped = call("regrade", "run", "--set", "model.name=other")
-    assert stopped.returncode == 2
-    assert "below 'env' and 'endpoint', and budgets" in stopped.stderr
+    code, printed, errors = await call("regrade", "run", *best)
+    assert (code, errors) == (1, "")
+    assert "12 graded" in printed
+    assert "1 group could not be scored" in printed
+    code, _, errors = await call("regrade", "run", "--set", "model.name=other")
+    assert code == 2
+    assert "below 'env' and 'endpoint', and budgets" in errors

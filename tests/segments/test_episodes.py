@@ -16,30 +16,30 @@ from hermes_rl.messages import ToolMessage
 from hermes_rl.models import TokenCapture
 
 
-async def test_segments_of_a_thousand_episodes_contain_the_sampled_ids():
-    episodes = await run_episodes(range(1000))
+async def test_segments_of_many_episodes_contain_the_sampled_ids():
+    episodes = await run_episodes(range(250))
     for number, episode in enumerate(episodes):
         assert not episode.compare_with_log(), number
         assert not episode.check_rules(), number
     answers = [e for episode in episodes for e in episode.engine.log if e.delivered and e.policy]
-    assert len(answers) > 5000
+    assert len(answers) > 1250
     segments = [segment for episode in episodes for segment in episode.segments]
     kinds = Counter(segment.branch_kind for segment in segments)
     reasons = Counter(segment.fork_reason for segment in segments)
     left_out = Counter(segment.exclude_reason for segment in segments)
     calls = [call for episode in episodes for call in episode.row.calls]
     cut = sum("length" in segment.finish_reasons for segment in segments)
-    assert all(kinds[kind] > 100 for kind in ("main", "fork", "compaction", "subagent", "retry"))
+    assert all(kinds[kind] > 25 for kind in ("main", "fork", "compaction", "subagent", "retry"))
     for reason in ("retokenized_history", "dropped_reasoning", "template", "parallel_call"):
-        assert reasons[reason] > 50, reason
-    assert left_out["discarded"] > 100
-    assert left_out["summary"] > 100
-    assert sum(call.outcome == "cut" for call in calls) > 100
-    assert sum(call.purpose == "judge" for call in calls) > 100
-    assert cut > 300
+        assert reasons[reason] > 12, reason
+    assert left_out["discarded"] > 25
+    assert left_out["summary"] > 25
+    assert sum(call.outcome == "cut" for call in calls) > 25
+    assert sum(call.purpose == "judge" for call in calls) > 25
+    assert cut > 75
     sampled = sum(len(entry.sampled) for entry in answers)
     assert sum(sum(segment.loss_mask) for segment in segments) == sampled  # each token once
-    assert not {name: n for name, n in drift_of(episodes).items() if n < 300}
+    assert not {name: n for name, n in drift_of(episodes).items() if n < 75}
 
 
 def drift_of(episodes: list[Episode]) -> dict[str, int]:
