@@ -131,6 +131,20 @@ class ForkServer:
         return cls()
 
 
+def call(
+    arguments: Sequence[str], cwd: Path, env: Mapping[str, str] = os.environ
+) -> tuple[int, str, str]:
+    """Run `hermes-rl ARGUMENTS` to its end. Returns its exit code and its output."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        outputs = [os.dup(file.fileno()) for file in (out, errors)]
+        _, end = ForkServer.of_this_process().fork(arguments, env, outputs, cwd)
+        with end:
+            code = int(end.recv(64))
+        for file in (out, errors):
+            file.seek(0)
+        return code, out.read(), errors.read()
+
+
 async def start(arguments: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
     """Start `hermes-rl ARGUMENTS`, in a process group of its own."""
     (out, out_end), (errors, errors_end) = await output_pipe(), await output_pipe()

@@ -7,15 +7,12 @@ import http.client
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from atropos_requests import Call, call
 from forks import Forked
-
-PROGRAM = [str(Path(sys.executable).with_name("hermes-rl")), "api"]
 
 
 class Api:

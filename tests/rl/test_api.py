@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-from api_kit import PROGRAM, Api
+from api_kit import Api
 from atropos_requests import Call, call, environment, trainer
 
 from hermes_rl.rl import NewGroup, TrajectoryQueue
@@ -334,12 +335,10 @@ def test_bodies_are_bounded_also_when_inflated(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, *options: str) -> str:
-    done = subprocess.run(
-        [*PROGRAM, *options], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+    code, _, errors = forks.call(["api", *options], folder)
+    assert code == 2
+    assert errors.count("\n") == 1
+    return errors
 
 
 QUICK = """

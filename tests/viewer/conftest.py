@@ -8,7 +8,7 @@ import pytest
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+    sys.path[:0] = [HERE, str(Path(__file__).parents[1] / "batch")]  # the latter for forks
 
 from browser import Browser, open_browser  # noqa: E402
 from made_runs import make_runs  # noqa: E402

@@ -8,6 +8,7 @@ import stat
 import subprocess
 from pathlib import Path
 
+import forks
 import pytest
 from served import COMMAND, Served, serving
 
@@ -87,13 +88,10 @@ def test_it_listens_on_this_machine_only(served: Served) -> None:
 
 def test_wrong_arguments_are_one_line(tmp_path: Path, runs: Path) -> None:
     def fail(*arguments: str) -> str:
-        done = subprocess.run(
-            [COMMAND, "view", *arguments, "--no-browser"], cwd=tmp_path, capture_output=True,
-            text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        return done.stderr
+        code, _, errors = forks.call(["view", *arguments, "--no-browser"], tmp_path)
+        assert code == 2
+        assert "Traceback" not in errors
+        return errors
 
     assert "runs is not a folder" in fail()
     with socket.socket() as taken:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
-from served import COMMAND
 
 UNSANDBOXED = "--allow-unsandboxed"
 
 
 def run_cli(*arguments: str | Path, cwd: Path) -> tuple[int, str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_API_KEY")}
-    done = subprocess.run(
-        [COMMAND, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300,
-        env=environment,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
+    code, out, errors = forks.call([*map(str, arguments)], cwd, environment)
+    assert "Traceback" not in errors, errors
+    return code, out, errors
 
 
 def test_diff_names_settings_and_tasks_with_other_results(runs: Path) -> None:
