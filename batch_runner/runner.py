@@ -315,8 +315,9 @@ class _Run:
                 await self.images.aclose()
             self.progress.close(self.view())
         left = run_dir.path / CHECKPOINTS
-        if self._ended and left.is_dir():  # of units that were given up
-            await asyncio.to_thread(clear, left)
+        if self._ended and left.is_dir():  # of units that were given up, or done before a kill
+            ledger = self.driver.ledger
+            await asyncio.to_thread(clear, left, lambda unit: ledger.disposition(unit) == "done")
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
         if self.source.stop is None or self.live is not None:  # which its consumer always stops

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,9 +208,15 @@ _OF_GRADING = ("stalled", "verifier")
 """Causes that a rollout may have itself, but not once its agent has ended."""
 
 
-def clear(folder: Path) -> None:
-    """Delete what a run that is over left in its folder, except rollouts that only need a grade."""
+def clear(folder: Path, is_done: Callable[[str], bool]) -> None:
+    """Delete what a run that is over left in its folder, except rollouts that only need a grade.
+
+    Args:
+        is_done: whether a unit has its final row; a kill just after that row leaves a checkpoint.
+    """
     for unit in folder.glob("*"):
+        if is_done(unit.name):
+            shutil.rmtree(unit, ignore_errors=True)
         _keep_ended(unit)
     with suppress(OSError):
         folder.rmdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,10 @@ async def test_a_kill_while_judges_decide_repeats_only_judges(tmp_path: Path) ->
         kit.kill(run.pid)
         await run.wait()
         assert len(checkpoints(tmp_path)) == 2
+        kept = shutil.copytree(tmp_path / "run/checkpoints", tmp_path / "kept")
+        await kit.finish_run(*command(server.base_url))
+        assert not (tmp_path / "run/checkpoints").exists()
+        shutil.copytree(kept, tmp_path / "run/checkpoints")  # as of a kill just after the rows
         await kit.finish_run(*command(server.base_url))
     assert Counter(entry.model for entry in server.entries) == {"fake": 6, "other": 4, "critic": 2}
     for row in kit.final_rows(tmp_path / "run").values():
