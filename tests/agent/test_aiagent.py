@@ -129,7 +129,7 @@ def test_interrupt_with_a_message_goes_on_with_that(make: Make) -> None:
     with make(on_event=on_event) as agent:
 
         def interrupt() -> None:
-            started.wait(10)
+            started.wait(60)
             time.sleep(0.2)
             agent.interrupt("Do something else.")
 
@@ -156,7 +156,7 @@ def test_interrupt_without_a_message_ends_the_run(make: Make) -> None:
     with make(on_event=on_event) as agent:
 
         def interrupt() -> None:
-            started.wait(10)
+            started.wait(60)
             time.sleep(0.2)
             agent.interrupt()
 
@@ -222,7 +222,7 @@ def test_one_run_at_a_time(make: Make) -> None:
         errors: list[BaseException] = []
 
         def second() -> None:
-            started.wait(10)
+            started.wait(60)
             try:
                 agent.chat("me too")
             except UserError as error:

@@ -32,7 +32,7 @@ def test_closing_cancels_what_runs() -> None:
 
     thread = threading.Thread(target=outside)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(60)
     home.close()
     thread.join(30)
     assert ended == ["cleaned up"]
@@ -139,7 +139,7 @@ def test_ctrl_c_while_the_loop_begins(event: str, begun: bool) -> None:
     def interrupt(frame: FrameType, now: str, _: object) -> None:
         if now == event and frame.f_code.co_name == "call_soon_threadsafe":
             sys.setprofile(None)
-            assert not begun or started.wait(30)
+            assert not begun or started.wait(60)
             raise KeyboardInterrupt
 
     with LoopThread() as home:

@@ -184,7 +184,7 @@ def test_an_interrupt_in_each_phase(make: Make, tmp_path: Path, phase: str) -> N
     with make(on_event=on_event, limits=limits) as agent:
 
         def interrupt() -> None:
-            assert there.wait(30)
+            assert there.wait(60)
             began.append(time.monotonic())
             agent.interrupt()
 
@@ -215,7 +215,7 @@ def test_an_interrupt_with_a_message_makes_two_rows(make: Make, tmp_path: Path) 
             there.set()
 
     with make(on_event=on_event) as agent:
-        thread = threading.Thread(target=lambda: there.wait(30) and agent.interrupt("Instead."))
+        thread = threading.Thread(target=lambda: there.wait(60) and agent.interrupt("Instead."))
         thread.start()
         result = agent.run_conversation(say(RUN, [LATE, "As requested."]))
         thread.join()

@@ -269,7 +269,7 @@ def test_an_interrupt_ends_a_hook_that_hangs(make: Make) -> None:
         with make(hooks=Hooks(**{name: hang}, deadline_s=30)) as agent:
 
             def interrupt(agent: Any = agent) -> None:
-                assert reached.wait(30)
+                assert reached.wait(60)
                 agent.interrupt()
 
             thread = threading.Thread(target=interrupt)

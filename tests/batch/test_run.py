@@ -223,7 +223,7 @@ async def test_an_error_of_the_rate_coordinator_ends_the_run_at_once(
 
     monkeypatch.setattr(Coordinator, "handle", fail)
     config = kit.make_config(tmp_path, [kit.make_task(1)], endpoint={"base_url": server.base_url})
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         with pytest.raises(RuntimeError, match="a bug of the coordinator"):
             await kit.run_config(config)
 

@@ -33,5 +33,5 @@ def base_url() -> Iterator[str]:
     assert server.stdin
     yield json.loads(server.stdout.readline())["base_url"]
     server.stdin.close()
-    server.wait(timeout=20)
+    server.wait(timeout=60)
     server.stdout.close()

@@ -94,7 +94,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     assert server.stdin
     yield json.loads(server.stdout.readline())["base_url"], log
     server.stdin.close()
-    server.wait(timeout=20)
+    server.wait(timeout=60)
     server.stdout.close()
 
 

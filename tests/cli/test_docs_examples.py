@@ -143,7 +143,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert result.code == 0, result.err
         yield folder
         engine.stdin.close()
-        engine.wait(30)
+        engine.wait(60)
 
 
 def test_documented_exact_token_programs_run(exact: Path) -> None:

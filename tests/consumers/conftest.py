@@ -171,7 +171,7 @@ def fake_server(producer: str, *options: str) -> Iterator[str]:
         assert server.stdout
         yield json.loads(server.stdout.readline())["base_url"]
         server.stdin.close()
-        server.wait(timeout=30)
+        server.wait(timeout=60)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def live_engine(producer: str, folder: Path) -> Iterator[str]:
         assert engine.stdout
         yield json.loads(engine.stdout.readline())["base_url"]
         engine.stdin.close()
-        engine.wait(timeout=30)
+        engine.wait(timeout=60)
 
 
 def write_tiny_model(folder: Path) -> None:

@@ -108,7 +108,7 @@ async def start(*arguments):
 
 async def stop(process):
     process.stdin.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await process.wait() == 0
 
 
@@ -146,13 +146,13 @@ async def test_fake_server_can_be_stopped_during_requests(kit, tmp_path):
     process, hello = await start("--log", str(log), "--hold-at", "3")
     client, events = connect(Endpoint(hello["base_url"])), kit.Events()
     task = asyncio.create_task(kit.rollout(kit.caller(client, events)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert json.loads(await process.stdout.readline()) == {"request": 3}
     task.cancel()
     await asyncio.wait([task])
     await client.aclose()
     os.kill(process.pid, signal.SIGTERM)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await process.wait() == 0
     assert [entry.outcome for entry in read_log(log)] == ["served", "served", "dropped"]
     assert [end.outcome for end in events.ends] == ["ok", "ok", "cancelled"]

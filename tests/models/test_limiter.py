@@ -87,7 +87,7 @@ def test_no_slot_leaks_on_cancellation(steps, most):
             assert limiter.in_flight <= most
         for event in events:
             event.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.gather(*tasks, return_exceptions=True)
             assert limiter.in_flight == 0
             done = asyncio.Event()

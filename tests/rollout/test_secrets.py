@@ -34,7 +34,7 @@ def server() -> Iterator[str]:
         yield json.loads(process.stdout.readline())["base_url"]
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def found_in(folder: Path, secret: str) -> list[str]:

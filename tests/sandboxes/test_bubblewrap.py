@@ -252,7 +252,7 @@ def folder_of(state: Path) -> Path:
 
 async def until_there(sandbox: Sandbox, path: str) -> None:
     """Until a command has made that file."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             try:
                 await sandbox.read_file(path)

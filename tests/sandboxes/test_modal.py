@@ -55,7 +55,7 @@ async def backend(server: FakeModal) -> AsyncIterator[Modal]:
     made = Modal()
     yield made
     await made.aclose()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(c.process.wait() for c in server.containers.values()))
 
 

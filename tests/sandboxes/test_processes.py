@@ -61,7 +61,7 @@ def test_one_empty_look_is_not_the_end() -> None:
                 return misses.pop() if misses else snapshot([stray.pid])
 
             assert Jobs(lambda: shell.pid, orphans).end()
-            assert stray.wait(30) < 0
+            assert stray.wait(60) < 0
 
 
 def test_whom_the_looks_find_dying() -> None:

@@ -295,7 +295,7 @@ async def test_places_are_shared_by_all_workers_and_other_machines_go_on(machine
         await asyncio.sleep(1.0)
         assert not waits.done()
         await held.aclose()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await (await waits).aclose()
 
 

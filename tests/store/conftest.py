@@ -34,7 +34,7 @@ def play() -> Iterator[Callable[..., int]]:
 
     yield order
     server.stdin.close()
-    server.wait(30)
+    server.wait(60)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ async def test_events_of_running_attempts_travel_after_a_second(run_path: Path) 
         journal.notify = notified.set
         begin(driver, journal, 0, 5)
         assert not notified.is_set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await notified.wait()
         assert len(take(journal)) == 5
         await driver.recover_worker("1-1")

@@ -176,7 +176,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lock(
     assert driver.stdout
     try:
         assert driver.stdout.read() == b""
-        assert driver.wait(30) == status
+        assert driver.wait(60) == status
         asyncio.run(open_and_leave(tmp_path / "run"))
     finally:
         driver.stdin.close()  # its child ends

@@ -78,7 +78,7 @@ def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             finally:
                 program.terminate()
                 try:
-                    program.wait(30)
+                    program.wait(60)
                 except subprocess.TimeoutExpired:
                     program.kill()
 
