@@ -63,7 +63,7 @@ chaos: dev-venv ## kill, suspend, merge and damage runs at random moments and ch
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
 
 crash-points: dev-venv ## kill runs with Ray workers, or a worker, at every named step of the commit protocol (10 minutes)
-	@$(RUN) -m pytest tests/batch/test_kills.py -m 'slow or crash_points' $(PYTEST_ARGS)
+	@EVERY_CRASH_POINT=1 $(RUN) -m pytest tests/batch/test_kills.py $(PYTEST_ARGS)
 
 prove: prove-venv ## train a small model with rl.rollouts() on this CPU: three seeds and their controls, with a plot
 	@$(PROVE)/bin/python examples/grpo_cpu/prove.py $(PROVE_ARGS)
