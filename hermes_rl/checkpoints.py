@@ -215,8 +215,9 @@ def clear(folder: Path, is_done: Callable[[str], bool]) -> None:
         is_done: whether a unit has its final row; a kill just after that row leaves a checkpoint.
     """
     for unit in folder.glob("*"):
-        if is_done(unit.name):
-            shutil.rmtree(unit, ignore_errors=True)
+        with suppress(ValueError):  # the name of no unit, such as `.nfs...`
+            if is_done(unit.name):
+                shutil.rmtree(unit, ignore_errors=True)
         _keep_ended(unit)
     with suppress(OSError):
         folder.rmdir()

@@ -294,8 +294,9 @@ async def test_a_kill_while_judges_decide_repeats_only_judges(tmp_path: Path) ->
         await kit.finish_run(*command(server.base_url))
         assert not (tmp_path / "run/checkpoints").exists()
         shutil.copytree(kept, tmp_path / "run/checkpoints")  # as of a kill just after the rows
+        (foreign := tmp_path / "run/checkpoints/.nfs1").touch()
         await kit.finish_run(*command(server.base_url))
     assert Counter(entry.model for entry in server.entries) == {"fake": 6, "other": 4, "critic": 2}
     for row in kit.final_rows(tmp_path / "run").values():
         assert (row["reward"], resumed_turns(row), len(row["calls"])) == (1.0, 3, 2)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert [*foreign.parent.iterdir()] == [foreign]
