@@ -447,7 +447,8 @@ def _compared(
     with warnings.catch_warnings(record=True) as left_out:
         warnings.simplefilter("always")
         pairs = compare_all([load_run(out) for out in scored], tasks=_first_tasks(evaluation, size))
-    return pairs, [str(one.message) for one in left_out]
+    texts = [str(one.message) for one in left_out]
+    return pairs, [text for text in texts if text.startswith("not compared: ")]
 
 
 def _first_tasks(evaluation: _Evaluation, size: int) -> frozenset[str] | None:

@@ -64,14 +64,14 @@ def command(
     hermes-rl show runs/smoke-local --failed      attempts that ended without a verdict
     hermes-rl show runs/smoke-local 4f1c --web    the same as a page, every message whole
     """
-    from hermes_rl.store import load_run, size_fault
+    from hermes_rl.store import find_driver, load_run, size_fault
 
     if sort not in SORTS:
         raise UserError(f"--sort {sort}: choose one of {', '.join(SORTS)}")
     if web and as_json:
         raise UserError("--web and --json: choose one")
     opened = load_run(run)
-    if fault := size_fault(opened.run_dir, {}):
+    if find_driver(opened.run_dir) is None and (fault := size_fault(opened.run_dir, {})):
         print(fault, file=sys.stderr)
     tables = ("failures",) if failed else ("trajectories", "failures")
     names = None if as_json and unit is None else COLUMNS

@@ -94,7 +94,7 @@ def read_status(path: Path) -> Status:
     plan = stats["plan"]
     known = plan.get("units") is not None
     troubles = read_manifest(run.run_dir).get("trouble", ()) if holder is not None else ()
-    fault = size_fault(run.run_dir, {}) if holder is None else None
+    fault = size_fault(run.run_dir, {}, run.ledger.covers) if holder is None else None
     local = holder is not None and holder.local
     return Status(
         path=str(path),

@@ -293,16 +293,20 @@ def part_fault(run_dir: RunDir, stem: str, part: Part, *, content: bool = False)
     return None
 
 
-def size_fault(run_dir: RunDir, known: dict[str, list[Part]]) -> str | None:
+def size_fault(
+    run_dir: RunDir, known: dict[str, list[Part]], skip: Callable[[str], bool] = lambda _: False
+) -> str | None:
     """Name the first part that is missing or has another size than was committed; None without one.
     Reads no part, so that it is quick.
 
     Args:
         known: stem -> the parts of commits that were read before; extended.
+        skip: whether to leave out a commit, such as `Ledger.covers`: a checkpoint is opened only if
+            no file of its commits has such a fault.
 
     Raises: StoreError for a commit that cannot be read.
     """
-    for stem in run_dir.commit_stems():
+    for stem in (stem for stem in run_dir.commit_stems() if not skip(stem)):
         if stem not in known:
             known[stem] = run_dir.read(
                 f"commits/{stem}.json", lambda data: _decode_parts(check_digest(data)).parts

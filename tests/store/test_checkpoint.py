@@ -16,6 +16,8 @@ from scripted_driver import Plan
 from scripted_rows import Play
 from test_ledger import apply, commit_of, histories
 
+from hermes_rl.cli import read_status
+from hermes_rl.errors import StoreError
 from hermes_rl.store import (
     Ledger,
     OpenOptions,
@@ -147,6 +149,19 @@ def test_a_damaged_checkpoint_is_not_used(finished: RunDir) -> None:
         assert open_checkpoint(finished) is None
     assert snapshot(load_ledger(finished)) == expected
     assert [*file_faults(finished)] == []
+
+
+def test_a_status_reads_only_later_commits(finished: RunDir) -> None:
+    base = open_checkpoint(finished)
+    assert base is not None
+    for commit in finished.path.glob("commits/*.json"):
+        if base.covers(commit.stem):
+            commit.write_bytes(b"never read")
+    status = read_status(finished.path)
+    assert (status.trouble, status.done > 0) == ((), True)
+    min(finished.path.glob("failures/*")).unlink()
+    with pytest.raises(StoreError, match="is damaged"):  # without a checkpoint, all are read
+        read_status(finished.path)
 
 
 def remove_a_part(run_dir: RunDir) -> None:
