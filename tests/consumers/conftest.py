@@ -5,9 +5,12 @@ The readers run in environments of their own (make test-consumers), without herm
 
 import json
 import os
+import socket
 import subprocess
+import time
+import urllib.request
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,6 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 HERE = Path(__file__).parent
+START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,44 @@ def fake_server(producer: str, *options: str) -> Iterator[str]:
         yield json.loads(server.stdout.readline())["base_url"]
         server.stdin.close()
         server.wait(timeout=60)
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    output: Path,
+    ready: Callable[[], bool],
+    env: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Start a server, with a file for its output, and wait until it is ready."""
+    with (
+        output.open("wb") as out,
+        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env) as server,
+    ):
+        try:
+            until = time.monotonic() + START_S
+            while not ready():
+                assert server.poll() is None, output.read_text()
+                assert time.monotonic() < until, output.read_text()
+                time.sleep(0.1)
+            yield
+        finally:
+            server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def get_json(url: str) -> Any:
+    """What a server answers; None while it does not."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return json.load(reply)
+    except OSError:
+        return None
 
 
 @contextmanager

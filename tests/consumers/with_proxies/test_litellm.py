@@ -5,12 +5,7 @@ The provider behind the proxy is the fake model server, which logs what it serve
 
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +13,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import fake_server, run_hermes_rl
+from conftest import fake_server, free_port, get_json, run_hermes_rl, started
 
 TASKS = 4
 MODELS = {"claude": "anthropic/claude-sonnet-4-5", "gpt": "openai/gpt-5-mini"}
 """Model of the run -> the provider and model that the proxy calls."""
-START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,7 @@ def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         ]
         config = folder / "config.yaml"
         config.write_text(json.dumps({"model_list": models}))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [str(Path(sys.executable).parent / "litellm"), "--config", str(config)]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         env = {
@@ -67,33 +59,9 @@ def proxy(producer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nothing is fetched from the network
             "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
         }
-        output = folder / "output.txt"
-        with (
-            output.open("wb") as out,
-            subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env) as program,
-        ):
-            try:
-                wait_until_up(program, port, output)
-                yield Proxy(f"http://127.0.0.1:{port}/v1", log)
-            finally:
-                program.terminate()
-                try:
-                    program.wait(60)
-                except subprocess.TimeoutExpired:
-                    program.kill()
-
-
-def wait_until_up(program: subprocess.Popen[bytes], port: int, output: Path) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness", timeout=5).close()
-        except (urllib.error.URLError, OSError):
-            assert program.poll() is None, output.read_text()
-            assert time.monotonic() < until, output.read_text()
-            time.sleep(0.2)
-        else:
-            return
+        alive = f"http://127.0.0.1:{port}/health/liveliness"
+        with started(command, folder / "output.txt", lambda: bool(get_json(alive)), env):
+            yield Proxy(f"http://127.0.0.1:{port}/v1", log)
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,9 @@ The engines are the fake one; each logs the ids that it was sent and that it sam
 """
 
 import json
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -19,7 +16,7 @@ from threading import Thread
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import run_hermes_rl
+from conftest import free_port, get_json, run_hermes_rl, started
 
 MAKE_TOKENIZER = """
 import pathlib, sys
@@ -27,45 +24,23 @@ from hermes_rl.testing import write_tiny_tokenizer
 write_tiny_tokenizer(pathlib.Path(sys.argv[1]))
 """
 TASKS = 40
-START_S = 60.0
 
 
 @contextmanager
 def router(folder: Path, engines: list[str]) -> Iterator[str]:
     """Start a router before the engines; return its base URL."""
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        port, metrics = one.getsockname()[1], two.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--prometheus-port", str(metrics)]
+    command += ["--port", str(port), "--prometheus-port", str(free_port())]
     command += ["--prometheus-host", "127.0.0.1", "--policy", "round_robin"]
-    command += ["--worker-urls", *(url.removesuffix("/v1") for url in engines)]
-    output = folder / "router.txt"
-    with (
-        output.open("wb") as out,
-        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT) as program,
-    ):
-        try:
-            wait_for_workers(program, port, len(engines), output)
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            program.kill()
+    command += ["--worker-urls", *engines]
 
+    def ready() -> bool:
+        found = get_json(f"http://127.0.0.1:{port}/workers") or {"workers": []}
+        return sum(worker["is_healthy"] for worker in found["workers"]) == len(engines)
 
-def wait_for_workers(program: subprocess.Popen[bytes], port: int, count: int, output: Path) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        assert program.poll() is None, output.read_text()
-        assert time.monotonic() < until, output.read_text()
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/workers", timeout=5) as reply:
-                workers = json.load(reply)["workers"]
-        except (urllib.error.URLError, OSError):
-            workers = []
-        if sum(worker["is_healthy"] for worker in workers) == count:
-            return
-        time.sleep(0.1)
+    with started(command, folder / "router.txt", ready):
+        yield f"http://127.0.0.1:{port}/v1"
 
 
 @contextmanager
