@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import itertools
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from hypothesis import settings
 
 import hatch_build
 from hermes_rl.sandboxes import zygote
+from hermes_rl.testing.http_server import Server
 
 # No deadlines, since machines differ; in CI the same examples each time.
 settings.register_profile("local", deadline=None)
@@ -112,6 +115,30 @@ def ray_cluster() -> Iterator[dict[str, str]]:
         address = process.stdout.readline().strip()
         assert address, "the cluster did not start"
         yield {"RAY_ADDRESS": address}
+
+
+def unused_ports() -> Iterator[int]:
+    """Ports for the servers of this process, none of them twice in its time.
+
+    The kernel gives a free port again after a few hundred others. The client of another test that
+    still calls a server that has ended would reach the new one, which counts its requests. These
+    ports lie below those that the kernel gives (ip_local_port_range) and above Ray's.
+    """
+    number, size = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")), 3_000
+    for n in itertools.count(os.getpid()):
+        port = 20_000 + number % 4 * size + n % size
+        with socket.socket() as probe:
+            taken = probe.connect_ex(("127.0.0.1", port)) == 0
+        if not taken:
+            yield port
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_have_their_ports_alone() -> Iterator[None]:
+    ports, start = unused_ports(), Server.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Server, "__init__", lambda self, port: start(self, port or next(ports)))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
