@@ -103,6 +103,12 @@ class Mirror:
         """Name of a file that may change -> time of change and size, sha256."""
         self._run_dir = RunDir(self.path)
 
+    def note_lost_files(self) -> None:
+        """Add a line for each file that the store has lost and the repair did not make again, except
+        for parts: the repair itself reports those."""
+        lost = (n for n in sorted(self._damaged or ()) if n.partition("/")[0] not in TABLES)
+        self.notes += [f"lost: {self.url}/{n}" for n in lost if not (self.path / n).exists()]
+
     def claim(self, epoch: int) -> None:
         """Take the run over, and mirror what the working copy has. Blocking.
 
@@ -389,6 +395,7 @@ def changed_run(path: str | Path, *, repair: bool = False) -> Iterator[OpenedRun
     mirror = open_mirror(url, LEASE_S, repair=repair)
     try:
         yield OpenedRun(mirror.path, mirror.first_epoch, mirror.notes)
+        mirror.note_lost_files()
         mirror.claim(RunDir(mirror.path).last_epoch())
         if why := run_sync(mirror.finish()):
             raise StoreError(why)
@@ -449,10 +456,7 @@ def _open(remote: RemoteRun, root: Path, lock: HeldLock, lease_s: float, repair:
             (fetched / name).unlink(missing_ok=True)  # a repair cannot use it
         copy = _begin_copy(root, work, fetched)
     mirror = Mirror(remote, lock, copy, lease_s, damaged)
-    lost = [n for n in sorted(damaged or ()) if not (work / n).exists()]
-    # The repair itself reports parts.
-    lines = (f"lost: {remote.url}/{n}" for n in lost if n.partition("/")[0] not in TABLES)
-    mirror.notes += [*notes, *remote.log_faults, *lines]
+    mirror.notes += [*notes, *remote.log_faults]
     return mirror
 
 

@@ -623,8 +623,13 @@ async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
                 await asyncio.to_thread(main, ["check", url])
                 await session.put(place, data=intact)
                 assert await rows_at(url) == rows
-    # The machine that has the rows puts them back; without it, their units run again.
-    for machine, units, code in (("machine-b", 4, 0), ("machine-c", 0, 2)):
+    # The machine that has the rows puts them back; without it, their units run again. A commit is
+    # made again from its files.
+    (commit, *_) = [key for key in await proxy.objects(url) if key.startswith("commits/")]
+    lost = (("machine-b", part, 4, 0), ("machine-d", commit, 4, 0), ("machine-c", part, 0, 2))
+    for machine, name, units, code in lost:
+        async with aiohttp.ClientSession(headers=SIGNED) as session:
+            await session.delete(f"{proxy.target}/{url.removeprefix('s3://')}/{name}")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
         assert await asyncio.to_thread(main, ["check", url, "--repair"]) == code
         shown = capsys.readouterr().out
@@ -632,8 +637,6 @@ async def test_a_run_is_merged_and_damage_in_the_store_is_reported_and_repaired(
         assert shown.count("lost: ") == (0 if units else 1)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
         assert len(await rows_at(url)) == units
-        async with aiohttp.ClientSession(headers=SIGNED) as session:
-            await session.delete(place)
 
 
 async def test_a_lost_or_damaged_entry_of_the_log_is_read_from_its_copy_and_written_again(
