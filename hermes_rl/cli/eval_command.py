@@ -437,7 +437,7 @@ def _compared(
     evaluation: _Evaluation, size: int, summaries: Iterable[Summary]
 ) -> tuple[list[Comparison], list[str]]:
     """Compare the models that have a score; also why some pairs are not compared."""
-    from hermes_rl.evals import compare_all
+    from hermes_rl.evals import NotCompared, compare_all
     from hermes_rl.store import load_run
 
     unscored = _unscored(evaluation, summaries)
@@ -447,8 +447,7 @@ def _compared(
     with warnings.catch_warnings(record=True) as left_out:
         warnings.simplefilter("always")
         pairs = compare_all([load_run(out) for out in scored], tasks=_first_tasks(evaluation, size))
-    texts = [str(one.message) for one in left_out]
-    return pairs, [text for text in texts if text.startswith("not compared: ")]
+    return pairs, [str(one.message) for one in left_out if one.category is NotCompared]
 
 
 def _first_tasks(evaluation: _Evaluation, size: int) -> frozenset[str] | None:

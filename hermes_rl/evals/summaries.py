@@ -413,6 +413,10 @@ def _sums(values: npt.NDArray[Any], clusters: Sequence[str]) -> npt.NDArray[Any]
     return np.bincount(index, weights=values)
 
 
+class NotCompared(UserWarning):
+    """Two runs have no graded task in common."""
+
+
 def compare_all(
     runs: Sequence[Run],
     *,
@@ -425,14 +429,14 @@ def compare_all(
         correction: `holm` for claims, `benjamini-hochberg` for exploring.
         tasks: only these, by `task_hash`.
 
-    Pairs without a graded task in common are left out, with a warning for each.
+    Pairs without a graded task in common are left out, with a `NotCompared` warning for each.
     """
     pairs: list[Comparison] = []
     for a, b in combinations(runs, 2):
         try:
             pairs.append(compare(a, b, tasks=tasks))
         except UserError as error:
-            warnings.warn(f"not compared: {error}", stacklevel=2)
+            warnings.warn(NotCompared(f"not compared: {error}"), stacklevel=2)
     adjust = stats.holm if correction == "holm" else stats.benjamini_hochberg
     adjusted = adjust([pair.p_value for pair in pairs])
     return [

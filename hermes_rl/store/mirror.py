@@ -104,8 +104,8 @@ class Mirror:
         self._run_dir = RunDir(self.path)
 
     def note_lost_files(self) -> None:
-        """Add a line for each file that the store has lost and the repair did not make again, except
-        for parts: the repair itself reports those."""
+        """Add a line for each file that the store has lost and the repair did not make again. The
+        repair itself reports parts."""
         lost = (n for n in sorted(self._damaged or ()) if n.partition("/")[0] not in TABLES)
         self.notes += [f"lost: {self.url}/{n}" for n in lost if not (self.path / n).exists()]
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from hermes_rl.errors import UserError
-from hermes_rl.evals import compare, compare_all, grouped, pass_at, summary
+from hermes_rl.evals import NotCompared, compare, compare_all, grouped, pass_at, summary
 
 
 @dataclass
@@ -81,7 +81,7 @@ def test_scores_of_runs_that_are_not_complete_are_marked() -> None:
     nothing = replace(run("n", {"x": [None]}), unfinished="1 unit still open")
     assert str(summary(nothing)).endswith("; 0 attempts left out; 1 unit still open")
     assert str(compare(b, a)).endswith("no difference shown; a: 12 units still open")
-    with pytest.warns(UserWarning, match="not compared: . and c have no graded task in common"):
+    with pytest.warns(NotCompared, match="not compared: . and c have no graded task in common"):
         pairs = compare_all([a, b, c])
     assert [(pair.a, pair.b) for pair in pairs] == [("a", "b")]
 
