@@ -18,6 +18,7 @@ from made_runs import HOSTILE, STEPS, finished_attempt, picture
 from served import COMMAND, Served, serving
 
 from hermes_rl import load_run
+from hermes_rl.evals import summary
 from hermes_rl.models.tokens import load_tokenizer
 from hermes_rl.store import JournalWriter, Publisher, open_run
 from hermes_rl.viewer import RunIndex, diff_attempts
@@ -349,6 +350,7 @@ def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path:
     for name in ("status", "show"):
         lost = next(iter((copied(name) / "trajectories").iterdir()))
         lost.unlink()
+        assert str(summary(load_run(tmp_path / name))).endswith("; 36 units still open")
         command = [COMMAND, name, str(tmp_path / name)]
         marked = subprocess.run(command, capture_output=True, text=True, check=True)
         line = (
