@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any
 
+from hermes_rl.errors import UserError
+
 Network = bool | tuple[str, ...]
 """Off, on, or the hosts that can be reached through the egress proxy."""
 
@@ -204,3 +206,25 @@ def is_local_name(host: str, more: Iterable[str] = ()) -> bool:
         known = ("localhost", socket.gethostname(), *more)
         return name in {one.lower() for one in known}
     return True
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address, or on all of them if `host` is empty.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises: UserError when the address or the port cannot be used.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"{host}:{port} cannot be used: {why}. Choose another --host or --port"
+        ) from error
+    return listener

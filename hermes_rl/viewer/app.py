@@ -13,6 +13,7 @@ import math
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,7 +21,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from hermes_rl.errors import HermesError, StoreError, UserError
-from hermes_rl.network import is_local_name
+from hermes_rl.network import is_local_name, open_listener
 from hermes_rl.viewer.compare import diff_attempts, diff_runs
 from hermes_rl.viewer.folder import RunFolder, whole_number
 
@@ -197,17 +198,7 @@ def serve(folder: RunFolder, host: str, port: int | None, opened: Callable[[str]
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for number in (DEFAULT_PORT, 0) if port is None else (port,):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, number))
-            listener.listen(128)
-        except (OSError, OverflowError) as error:
-            listener.close()
-            why = getattr(error, "strerror", None) or str(error)
-            failure = f"{host}:{number} cannot be used: {why}. Choose another --host or --port"
-            continue
-        return listener
-    raise UserError(failure)
+    if port is None:
+        with suppress(UserError):
+            return open_listener(host, DEFAULT_PORT)
+    return open_listener(host, port or 0)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from batch_runner import read_manifest
-from hermes_rl.store import load_run
+from hermes_rl.store import Run, load_run
 from hermes_rl.text import many
 from hermes_rl.viewer.index import RunIndex
 
@@ -33,7 +33,7 @@ _NEAR = 3
 """Equal lines that are shown before and after a change."""
 _HEAD = (
     *("task_id", "repeat", "attempt", "reward", "end_reason", "cause", "turns", "model"),
-    *("cost_usd", "error"),
+    *("cost_usd", "error", "rewards"),
 )
 
 
@@ -41,17 +41,15 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
     """Compare two runs. Only light columns of their rows are read, and one whole row of each.
 
     Returns: `settings` (name, value of a, value of b) of the configuration, dataset, versions and
-    machine that differ; `tasks` that only one has, or whose content differs, with their `counts`,
-        since at most TASKS of each are named; `prompt` and `tools`
-    as changed lines, from the first task that both have; `results` of each, and `changed`: tasks
-    with another mean reward, the largest difference first.
+    machine that differ; `tasks` that only one has, or whose content differs, at most TASKS of each,
+    with their `counts`; `prompt` and `tools` as changed lines, from the first task that both have;
+    `results` of each; and `changed`: tasks with another mean reward, the largest difference first.
 
     Raises: UserError when one is not a run.
     """
     runs = [load_run(path) for path in (a, b)]
-    paths = [run.path for run in runs]
-    settings = [_settings(path) for path in paths]
-    indices = [RunIndex(path) for path in paths]
+    settings = [_settings(run) for run in runs]
+    indices = [RunIndex(run.path) for run in runs]
     scores = [_scores(index.table) for index in indices]
     hashes = [_task_hashes(index) for index in indices]
     common = scores[0].keys() & scores[1].keys()
@@ -92,11 +90,11 @@ def diff_runs(a: str | Path, b: str | Path) -> Plain:
     }
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """Everything that a run was made with, by dotted name."""
-    manifest = read_manifest(load_run(path).run_dir)
+    manifest = read_manifest(run.run_dir)
     try:
-        config = yaml.safe_load((path / "run.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((run.path / "run.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         config = manifest.get("identity")
     more = {name: manifest.get(name) for name in ("versions", "platform", "git_commit")}
@@ -194,13 +192,10 @@ def diff_attempts(a: Row, b: Row) -> Plain:
 
 
 def _head(row: Row) -> Plain:
-    timing = row["timing"] or {}
-    usage = row["usage"] or {}
     return {
         **{name: row[name] for name in _HEAD},
-        "total_tokens": usage.get("total_tokens"),
-        "total_s": timing.get("total_s"),
-        "rewards": row["rewards"],
+        "total_tokens": (row["usage"] or {}).get("total_tokens"),
+        "total_s": (row["timing"] or {}).get("total_s"),
     }
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +254,7 @@ class RunFolder:
         head["subagents"] = [{k: one[k] for k in kept} for one in subagents]
         head["segments"] = [_branch(one) for one in self._segments(index, trajectory)]
         head["count"] = len(row["messages"])
-        for column in ("seed",):
-            head[column] = str(row[column])  # beyond the integers of JavaScript
+        head["seed"] = str(row["seed"])  # beyond the integers of JavaScript
         return head
 
     def messages(self, name: str, trajectory: str, sub: str, start: int, whole: bool) -> Plain:
@@ -298,16 +298,10 @@ class RunFolder:
         if not 0 <= branch < len(segments):
             raise UserError(f"no segment {branch} in this trajectory")
         one, stop = segments[branch], start + TOKENS
-        columns = ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
-        return {
-            **_branch(one),
-            "start": start,
-            "page": TOKENS,
-            "texts": token_texts(
-                index.run_dir.path, one["tokenizer_hash"], one["input_ids"][start:stop]
-            ),
-            **{column: one[column][start:stop] for column in columns},
-        }
+        names = ("input_ids", "loss_mask", "sampled_mask", "logprobs", "turn_ids", "version_ids")
+        columns = {name: one[name][start:stop] for name in names}
+        texts = token_texts(index.run_dir.path, one["tokenizer_hash"], columns["input_ids"])
+        return {**_branch(one), "start": start, "page": TOKENS, "texts": texts, **columns}
 
     def groups(self, name: str, wanted: Mapping[str, str]) -> Plain:
         """A page of the groups: rewards and advantages of the repeats of each task."""
@@ -320,11 +314,8 @@ class RunFolder:
         if wanted.get("equal"):
             table = table.filter(table["equal_scores"])
         offset = whole_number(wanted, "offset")
-        return {
-            "found": len(table),
-            "offset": offset,
-            "rows": table.slice(offset, PAGE).to_pylist(),
-        }
+        rows = table.slice(offset, PAGE).to_pylist()
+        return {"found": len(table), "offset": offset, "rows": rows}
 
     def _row(self, index: RunIndex, trajectory: str, sub: str = "") -> Plain:
         if not sub:
@@ -401,10 +392,7 @@ def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
         masks.append(pc.greater(table["tool_errors"], 0))
     if chosen := wanted.get("reward"):
         masks.append(_reward_mask(table["reward"], chosen))
-    mask = None
-    for one in masks:
-        mask = one if mask is None else pc.and_(mask, one)
-    return mask
+    return reduce(pc.and_, masks) if masks else None
 
 
 def _reward_mask(rewards: pa.ChunkedArray, chosen: str) -> Any:
@@ -436,10 +424,8 @@ def _branch(segment: Plain) -> Plain:
         *("exclude_reason", "token_source", "n_sampled", "prompt_len", "truncated", "reward"),
         *("logprobs_kind", "policy_version_min", "policy_version_max", "model"),
     )
-    trained = sum(segment["loss_mask"])
-    return {
-        **{k: segment[k] for k in kept}, "trained": trained, "tokens": len(segment["input_ids"]),
-    }  # fmt: skip
+    counts = {"trained": sum(segment["loss_mask"]), "tokens": len(segment["input_ids"])}
+    return {k: segment[k] for k in kept} | counts
 
 
 def _place_images(forms: list[Any], images: list[Plain]) -> None:

@@ -405,7 +405,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, api: Api) -> None:
     assert "--token-env" in refused(tmp_path, "--host", "0.0.0.0")
     assert "API_TOKEN is not set" in refused(tmp_path, "--token-env", "API_TOKEN")
     assert "another server uses it" in refused(tmp_path, "--port", "0")
-    assert "Try another --port" in refused(tmp_path, "--port", str(api.port))
+    assert "Choose another --host or --port" in refused(tmp_path, "--port", str(api.port))
     with contextlib.closing(sqlite3.connect(tmp_path / "other.db")) as database:
         database.execute("CREATE TABLE things (id)")
     assert "another program's" in refused(tmp_path, "--port", "0", "--state", "other.db")

@@ -13,7 +13,6 @@ import hmac
 import io
 import json
 import signal
-import socket
 import sqlite3
 import uuid
 import zlib
@@ -32,8 +31,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from hermes_rl.errors import UserError
-from hermes_rl.network import is_local_name, is_loopback
+from hermes_rl.network import is_local_name, is_loopback, open_listener
 from hermes_rl.rl.atropos.queue import (
     ApiLimits,
     NewGroup,
@@ -427,21 +425,6 @@ ROUTES += [("GET", "/policy_version")]
 """Method and path of each endpoint."""
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises: UserError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, proto)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(2048)
-    except OSError as error:
-        raise UserError(f"{host}:{port}: {error.strerror or error}. Try another --port") from error
-    return bound
-
-
 def run_api(options: ApiOptions, announce: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; running requests are finished.
 
@@ -450,7 +433,7 @@ def run_api(options: ApiOptions, announce: Callable[[str], None]) -> None:
 
     Raises: UserError for an address or a database that cannot be used.
     """
-    with contextlib.closing(_listen(options.host, options.port)) as bound:
+    with contextlib.closing(open_listener(options.host, options.port)) as bound:
         queue = TrajectoryQueue(options.state, options.profile, options.limits)
         with contextlib.closing(queue):
             host, port = bound.getsockname()[:2]
