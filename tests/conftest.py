@@ -26,7 +26,7 @@ from hypothesis import settings
 
 import hatch_build
 from hermes_rl.sandboxes import zygote
-from hermes_rl.testing.http_server import Server
+from hermes_rl.testing import Server
 
 # No deadlines, since machines differ; in CI the same examples each time.
 settings.register_profile("local", deadline=None)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         FaultPlan,
         plan_from_json,
     )
-    from hermes_rl.testing.http_server import Connection, Incoming
+    from hermes_rl.testing.http_server import Connection, Incoming, Server
     from hermes_rl.testing.mcp_server import mcp_server_source
     from hermes_rl.testing.server_logs import Entry, Truth, read_log, read_truth
     from hermes_rl.testing.tiny_tokenizer import (
