@@ -108,13 +108,16 @@ with connect_ray(2):
 
 @contextmanager
 def ray_cluster() -> Iterator[dict[str, str]]:
-    """Start a Ray cluster; the environment that leads drivers to it."""
+    """Start a Ray cluster; the environment that leads drivers to it. On a very busy machine Ray
+    exceeds its own limits, so it has several attempts."""
     command, pipe = [sys.executable, "-c", CLUSTER], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout
-        address = process.stdout.readline().strip()
-        assert address, "the cluster did not start"
-        yield {"RAY_ADDRESS": address}
+    for _ in range(4):
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+            assert process.stdout
+            if address := process.stdout.readline().strip():
+                yield {"RAY_ADDRESS": address}
+                return
+    raise AssertionError("the cluster did not start")
 
 
 def unused_ports() -> Iterator[int]:

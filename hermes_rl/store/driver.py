@@ -108,8 +108,6 @@ class OpenOptions:
     """Reopen units that were given up."""
     grace_s: float = GRACE_S
     """Time for old writers to end before they are killed."""
-    fsync_delay_s: float = 0.0
-    """Slows every fsync, for tests."""
     first_epoch: int = 1
     """The lowest epoch that may be used; other machines may have used those below."""
     many_units: int = 100_000
@@ -404,7 +402,7 @@ async def open_run(
 def _open(
     path: str | Path, identity: dict[str, Any], meta: dict[str, Any], options: OpenOptions
 ) -> Driver:
-    run_dir = RunDir(path, fsync_delay_s=options.fsync_delay_s)
+    run_dir = RunDir(path)
     SECRETS.learn_environment()
     run_dir.create()
     run_dir.try_file_system()

@@ -18,7 +18,6 @@ import errno
 import hashlib
 import os
 import secrets
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,13 +173,11 @@ class Storage:
     Args:
         root: the run directory.
         crash: crash points `POINT-written`, `POINT-renamed` and `POINT-durable` of every put.
-        fsync_delay_s: slows every fsync, for tests.
     """
 
-    def __init__(self, root: Path, crash: CrashHook, fsync_delay_s: float = 0.0) -> None:
+    def __init__(self, root: Path, crash: CrashHook) -> None:
         self._root = root
         self._crash = crash
-        self._delay = fsync_delay_s
         self.gate: Path | None = None
         """The folder of this driver's epoch, through which its files get their names. The next
         driver removes it, and no file passes after that."""
@@ -250,14 +247,12 @@ class Storage:
         """fsync a file, or a folder, whose names are durable then."""
         fd = os.open(path, os.O_RDONLY)
         try:
-            time.sleep(self._delay)
             os.fsync(fd)
         finally:
             os.close(fd)
 
     def sync(self, fd: int) -> None:
         """fdatasync an open file. Raises: DiskFull."""
-        time.sleep(self._delay)
         with disk_errors():
             os.fdatasync(fd)
 

@@ -83,12 +83,11 @@ class RunDir:
 
     Args:
         path: a local folder; URLs are refused (`local_run` has a copy of one).
-        fsync_delay_s: slows every fsync, for tests.
 
     Raises: UserError for a URL.
     """
 
-    def __init__(self, path: str | Path, *, fsync_delay_s: float = 0.0) -> None:
+    def __init__(self, path: str | Path) -> None:
         if "://" in str(path) or (":/" in str(path) and url_of(path)):
             raise UserError(
                 f"{url_of(path) or path} is not on this disk, which this command needs. Use `run`, "
@@ -96,7 +95,7 @@ class RunDir:
             )
         self.path = Path(path)
         self.crash = CrashHook.from_environment()
-        self.storage = Storage(self.path, self.crash, fsync_delay_s)
+        self.storage = Storage(self.path, self.crash)
         self.merged: tuple[tuple[str, ...], dict[str, Any]] | None = None
         """For `snapshots.merged_by_stem`: the snapshots that were read, and their content."""
         self.compactions: dict[int, Any] = {}

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -22,7 +23,7 @@ from forks import ForkedProcess, start
 
 from batch_runner import JsonEvents, Report, arun_batch
 from hermes_rl.config import RunConfig, parse_config
-from hermes_rl.testing import Entry, FakeServer
+from hermes_rl.testing import Connection, Entry, FakeServer, Incoming
 
 IDENTICAL, REPEATS = 3, 4
 """Identical rows of `make_rows`, and the repeats of each."""
@@ -159,6 +160,46 @@ def run_arguments(
         "--base-url", server.base_url, "--out", str(folder / "run"),
         "--sandbox", "none", "--allow-unsandboxed", "--toolsets", "terminal", *more,
     ]  # fmt: skip
+
+
+class OneByOne(FakeServer):
+    """Lets a unit of a run begin once the one before it is published, so that each is a file. For
+    tasks of one turn (two requests) and a concurrency of 1.
+
+    Args:
+        out: the run directory.
+        merges_after: after so many units the next one waits for a merge of files.
+    """
+
+    def __init__(self, out: Path, merges_after: int = 10**9) -> None:
+        super().__init__()
+        self._out = out
+        self._merges_after = merges_after
+        self._waiting: set[asyncio.Task[None]] = set()
+
+    def handle(self, connection: Connection, request: Incoming) -> None:
+        if request.method == "GET":
+            super().handle(connection, request)
+            return
+        task = asyncio.create_task(self._answer_later(connection, request))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _answer_later(self, connection: Connection, request: Incoming) -> None:
+        while not self._is_due(self.requests // 2):  # noqa: ASYNC110  the run is another process
+            await asyncio.sleep(0.01)
+        super().handle(connection, request)
+
+    def _is_due(self, unit: int) -> bool:
+        numbers = re.findall(r"part-\d+-0-(\d+)", " ".join(map(str, self._out.glob("tr*/part-*"))))
+        published = max(map(int, numbers), default=-1) + 1
+        merged = unit <= self._merges_after or any(self._out.glob("compacted/*.json"))
+        return published >= unit and merged
+
+    async def aclose(self) -> None:
+        for task in self._waiting:
+            task.cancel()
+        await super().aclose()
 
 
 def make_config(

@@ -178,13 +178,13 @@ async def test_an_untrusted_certificate_suggests_ca_file(tmp_path: Path) -> None
 
 async def test_a_stalled_answer_is_cancelled_after_idle_seconds() -> None:
     async with FakeServer() as server:
-        model = ModelConfig(name="m", base_url=server.base_url, idle_seconds=0.2, fallbacks=["m2"])
+        model = ModelConfig(name="m", base_url=server.base_url, idle_seconds=1, fallbacks=["m2"])
         stalled = {"text": "x", "fault": "stall_mid"}
         prompt = f"Hi.\nSCRIPT: {json.dumps([[stalled, stalled, 'ok']])}"
         async with AIAgent(model, toolsets=()) as agent:
             result = await agent.run(prompt)
     assert result["final_response"] == "ok"
-    assert "stalled for 0.2 s" in result["calls"][0]["error"]
+    assert "stalled for 1 s" in result["calls"][0]["error"]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ async def kill_sandbox_of(command: str, run: kit.RunProcess, out: Path) -> None:
     pid = await wait_for_command(command, run)
     (outermost,) = kit.sandbox_pids(out)
     kit.kill(outermost)
-    await kit.check_processes_ended([pid], 30.0)
+    await kit.check_processes_ended([pid], 60.0)
 
 
 def causes(out: Path) -> dict[int, str]:
@@ -107,7 +107,7 @@ async def test_fatal_commands_survive_a_killed_driver(
     assert any((out / "commits").iterdir()) == published
     kit.kill(first.pid)
     await first.wait()
-    await kit.check_processes_ended([command_pid], 30.0)
+    await kit.check_processes_ended([command_pid], 60.0)
 
     second = await kit.start_run(*arguments)
     await kill_sandbox_of(COMMAND, second, out)

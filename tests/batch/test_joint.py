@@ -64,7 +64,7 @@ async def test_models_share_one_limit_and_progress_evenly(tmp_path: Path) -> Non
 
 
 async def test_a_rate_limit_slows_both_models_alike(tmp_path: Path) -> None:
-    rate = RateLimits(requests=900, burst_s=1, headers=False, retry_after_s=0.3)
+    rate = RateLimits(requests=900, burst_s=0.2, headers=False, retry_after_s=0.3)
     async with FakeServer(FakeConfig(latency_s=0.1, rate=rate)) as server:
         reports = await arun_jointly(two_models(tmp_path, server, 40))
         assert {name: report.done for name, report in reports.items()} == {"a": 40, "b": 40}

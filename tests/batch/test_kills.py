@@ -84,15 +84,18 @@ async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Pa
 
 async def test_killed_while_merging(server: FakeServer, out: Path) -> None:
     """Small files are merged while workers run."""
-    rows = [kit.make_task(n, latency_s=0.02) for n in range(90)]
-    more = ("--workers", "0", "--concurrency", "2", "--set", "run.publish_every_s=0.01")
-    arguments = kit.run_arguments(out.parent, rows, server, *more)
-    run = await kit.finish_run(*arguments, env={CRASH_VARIABLE: "compact-3-recorded"}, code=KILLED)
+    rows = [kit.make_task(n, turns=1) for n in range(60)]
+    more = ("--workers", "0", "--concurrency", "1", "--set", "run.publish_every_s=0.01")
+    async with kit.OneByOne(out, merges_after=55) as first:
+        arguments = kit.run_arguments(out.parent, rows, first, *more)
+        crash = {CRASH_VARIABLE: "compact-3-recorded"}
+        run = await kit.finish_run(*arguments, env=crash, code=KILLED)
     receipts = run.receipts()
-    assert len(receipts) < 90
+    assert len(receipts) < 60
+    arguments = kit.run_arguments(out.parent, rows, server, *more)
     resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
-    assert len(kit.final_rows(out)) == 90
-    kit.check_usage(out, server.entries)
+    assert len(kit.final_rows(out)) == 60
+    kit.check_usage(out, [*first.entries, *server.entries])
     kit.check_no_unit_ran_again(out, receipts)
     assert not set(resumed.receipts()) & set(receipts)
     assert list((out / "journal").iterdir()) == []
@@ -185,13 +188,13 @@ async def test_workers_of_a_suspended_driver_end_after_the_lease(
     out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
     """They publish nothing, and the attempts that they lose never count as failures."""
-    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, "--set", "run.lease_s=5")
+    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, "--set", "run.lease_s=10")
     run = await kit.start_run(*arguments, env=cluster)
     await kit.wait_for_requests(server, 12, run)
     workers = kit.worker_pids(out)
     os.kill(run.pid, signal.SIGSTOP)
     try:
-        await kit.check_processes_ended(workers)
+        await kit.check_processes_ended(workers, kit.WAIT_S)
         parts = sorted(out.glob("*/part-*.parquet"))
     finally:
         os.kill(run.pid, signal.SIGCONT)

@@ -32,17 +32,17 @@ def start_outage(server: FakeServer, seconds: float, kind: str = "unavailable") 
 
 
 async def test_a_short_outage_costs_no_unit_and_no_agent_time(tmp_path: Path) -> None:
-    """For over a second the server answers 500 to all calls; agents have one second each."""
+    """For six seconds the server answers 500 to all calls; agents have five seconds each."""
     out = tmp_path / "run"
 
     def on_request(request: int) -> None:
         if request == 20:
-            start_outage(server, 1.2, "server_error")
+            start_outage(server, 6.0, "server_error")
 
     async with FakeServer(FakeConfig(), on_request) as server:
         await kit.finish_run(
             *kit.run_arguments(
-                tmp_path, kit.make_rows(5), server, *IN_PROCESS, "--max-seconds", "1"
+                tmp_path, kit.make_rows(5), server, *IN_PROCESS, "--max-seconds", "5"
             )
         )
         kit.check_usage(out, server.entries)
@@ -51,7 +51,7 @@ async def test_a_short_outage_costs_no_unit_and_no_agent_time(tmp_path: Path) ->
     assert len(rows) == kit.count_units(5)
     assert {row["end_reason"] for row in rows} == {"answered"}
     assert kit.read_table(out, "failures") == []
-    assert sum(row["timing"]["waiting_s"] for row in rows) > 1
+    assert sum(row["timing"]["waiting_s"] for row in rows) > 5
 
 
 async def test_a_long_outage_stops_the_run_which_resumes(tmp_path: Path) -> None:
@@ -117,15 +117,14 @@ def faulty(kind: str) -> FakeConfig:
 
 async def test_a_run_stops_when_no_call_is_ever_answered(tmp_path: Path) -> None:
     """`models/test_first_answer` tests the other ways of not answering."""
-    tmp_path / "run"
     async with FakeServer(faulty("server_error")) as server:
+        arguments = kit.run_arguments(tmp_path, TWENTY, server, *IN_PROCESS)
         soon = ("--set", "endpoint.first_answer_seconds=1")
-        arguments = kit.run_arguments(tmp_path, TWENTY, server, *IN_PROCESS, *soon)
-        run = await kit.finish_run(*arguments, code=3)
+        run = await kit.finish_run(*arguments, *soon, code=3)
         report = run.report()
         assert report["detail"].startswith("nothing was answered within 1 s, the last error: ")
         assert report["hint"] == "Look at the server, or raise endpoint.first_answer_seconds"
-        assert (report["given_up"], report["seconds"] < 30) == (0, True)
+        assert report["given_up"] == 0
         server.config = FakeConfig()
         again = await kit.finish_run(*arguments)
         assert again.report()["done"] == 20
@@ -162,18 +161,16 @@ async def test_unanswered_calls_are_reported_within_seconds_and_cancelled_by_ctr
     async with FakeServer(faulty(kind)) as server:
         run = await kit.start_run(*kit.run_arguments(tmp_path, TWENTY, server, *IN_PROCESS))
         await kit.wait_for_requests(server, 1, run)
-        began = time.monotonic()
         await kit.wait_for(run, lambda: first_trouble(run))
-        assert time.monotonic() - began < 20  # 5 s on an idle machine
         (line,) = first_trouble(run)
         trouble, host = TROUBLE[kind], f"127.0.0.1:{server.port}"
-        found = rf"{host} {re.escape(trouble)}; \d calls? waiting; gives up in \d+ s"
-        assert re.fullmatch(found, line)
-        while trouble not in (await asyncio.to_thread(read_status, out)).line():
-            assert time.monotonic() - began < 25
-            await asyncio.sleep(0.02)
+        wanted = rf"{host} {re.escape(trouble)}; \d calls? waiting; gives up in (\d+) s"
+        found = re.fullmatch(wanted, line)
+        assert found
+        assert int(found[1]) > 20, "of 60: five of them have passed on an idle machine"
+        await kit.wait_for(run, lambda: trouble in read_status(out).line())
         run.process.send_signal(signal.SIGINT)
-        assert await run.wait(20) == 130, run.errors
+        assert await run.wait() == 130, run.errors
     (note,) = [e["text"] for e in run.events if e["event"] == "note"]
     assert re.fullmatch(r"stopping: \d rollouts without any answer are cancelled", note)
     assert {row["cause"] for row in kit.read_table(out, "failures")} == {"interrupted"}

@@ -22,7 +22,7 @@ async def run_in_shell(command: str, *arguments: str) -> tuple[int | None, str, 
         "bash", "-c", command, *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(kit.WAIT_S):
         out, errors = await process.communicate()
     return process.returncode, out.decode(), errors.decode()
 

@@ -76,7 +76,7 @@ async def test_live_line_on_a_terminal(tmp_path: Path, server: FakeServer, colum
     loop = asyncio.get_running_loop()
     loop.add_reader(terminal, read)
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(kit.WAIT_S):
             printed, _ = await process.communicate()
     finally:
         if process.returncode is None:

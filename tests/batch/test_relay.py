@@ -11,6 +11,7 @@ from typing import Any
 import kit
 import pytest
 
+from hermes_rl.store import read_payloads
 from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
@@ -78,10 +79,10 @@ async def test_a_driver_and_a_worker_are_killed(
 ) -> None:
     """The rows of lost attempts have the events that arrived. The command of one task runs until
     the driver is killed, and kills its worker after the resume."""
-    resumed, killed = hidden.parent / "resumed", hidden.parent / "killed"
+    resumed, known, killed = (hidden.parent / name for name in ("resumed", "known", "killed"))
     command = (
-        f"[ -e {killed} ] || if [ -e {resumed} ]; then touch {killed}; sleep 3; kill -9 $PPID; "
-        "else sleep 600; fi"
+        f"[ -e {killed} ] || if [ -e {resumed} ]; then until [ -e {known} ]; do sleep 0.1; done; "
+        f"touch {killed}; kill -9 $PPID; else sleep 600; fi"
     )
     steps = json.dumps([{"run": command}, "done"])
     rows = [{"id": "long", "prompt": f"x\nSCRIPT: {steps}"}]
@@ -92,8 +93,16 @@ async def test_a_driver_and_a_worker_are_killed(
     kit.kill(first.pid)
     await first.wait()
     resumed.touch()
-    second = await kit.finish_run(*run, env=cluster)
-    out = hidden / "run"
+    second, out = await kit.start_run(*run, env=cluster), hidden / "run"
+
+    def has_arrived() -> bool:
+        """The call of the command is in the driver's journal."""
+        lines = (line for file in out.glob("journal/2-*/live-*") for line in read_payloads(file))
+        return any(b"tool_calls" in line and str(known).encode() in line for line in lines)
+
+    await kit.wait_for(second, has_arrived)
+    known.touch()
+    assert await second.wait() == 0, second.errors
     assert {row["task_id"] for row in kit.final_rows(out).values()} == {r["id"] for r in rows}
     kit.check_no_unit_ran_again(out, first.receipts() | second.receipts())
     failures = kit.read_table(out, "failures")

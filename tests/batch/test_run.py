@@ -113,7 +113,7 @@ async def test_a_wrong_key_stops_the_run_and_the_right_one_resumes_it(tmp_path: 
         arguments = kit.run_arguments(tmp_path, kit.make_rows(20), server, *more)
         begun = time.monotonic()
         wrong = await kit.finish_run(*arguments, env={"SOME_KEY": "wrong-canary"}, code=3)
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < 60, "it waited for another answer"
         assert wrong.report()["stopped"] == "auth"
         assert wrong.report()["hint"] == "Set SOME_KEY"
         assert wrong.report()["detail"].startswith(f"401 from 127.0.0.1:{server.port}")
@@ -324,42 +324,40 @@ print(config.dataset.path, report.path)
 
 
 async def test_files_stay_small_where_folders_cannot_be_exchanged(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run says so once, and continues."""
+    """The run reports it once, and continues."""
 
     def refuse(one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr("hermes_rl.store.snapshots.exchange", refuse)
-    run = {"concurrency": 2, "publish_every_s": 0.01}
-    endpoint = {"base_url": server.base_url}
-    rows = [kit.make_task(n, latency_s=0.02) for n in range(70)]
-    config, shown = kit.make_config(tmp_path, rows, run=run, endpoint=endpoint), io.StringIO()
-    report = await arun_batch(config, progress=JsonEvents(shown))
-    assert (report.done, report.stopped) == (70, None)
+    run = {"concurrency": 1, "publish_every_s": 0.01}
+    rows = [kit.make_task(n, turns=1) for n in range(55)]
+    async with kit.OneByOne(tmp_path / "run") as server:
+        endpoint = {"base_url": server.base_url}
+        config, shown = kit.make_config(tmp_path, rows, run=run, endpoint=endpoint), io.StringIO()
+        report = await arun_batch(config, progress=JsonEvents(shown))
+    assert (report.done, report.stopped) == (55, None)
     (note,) = [line for line in shown.getvalue().splitlines() if "exchange two folders" in line]
     assert "small files are not merged: the file system of" in note
     assert len(list((tmp_path / "run").glob("trajectories/*.parquet"))) > 50
     assert list((tmp_path / "run" / "tmp").iterdir()) == []
 
 
-async def test_a_run_of_many_small_batches_ends_in_few_files(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    """Slow rollouts: nearly every unit is published alone, as `publish_every_s` asks."""
-    out, rows = tmp_path / "run", [kit.make_task(n, latency_s=0.02) for n in range(130)]
-    options = (*IN_PROCESS, "--concurrency", "2", "--set", "run.publish_every_s=0.01")
-    arguments = kit.run_arguments(tmp_path, rows, server, *options)
-    reader = kit.ParquetReader(out, growing=True)
-    reader.start()
-    run = await kit.start_run(*arguments)
-    await kit.wait_for(run, lambda: list(out.glob("compacted/*.json")))  # during the run
-    assert await run.wait() == 0, run.errors
-    reader.check()
-    assert len(list(out.glob("trajectories/*.parquet"))) <= 60
-    assert len(kit.final_rows(out)) == 130
-    assert list(faults_of(out)) == []
-    served = server.requests
-    assert (await kit.finish_run(*arguments)).report()["done"] == 130
-    assert server.requests == served, "merged rows are still done"
+async def test_a_run_of_many_small_batches_ends_in_few_files(tmp_path: Path) -> None:
+    """Slow rollouts: every unit is published alone. Its files are merged before it ends."""
+    out, rows = tmp_path / "run", [kit.make_task(n, turns=1) for n in range(65)]
+    options = (*IN_PROCESS, "--concurrency", "1", "--set", "run.publish_every_s=0.01")
+    async with kit.OneByOne(out, merges_after=60) as server:
+        arguments = kit.run_arguments(tmp_path, rows, server, *options)
+        reader = kit.ParquetReader(out, growing=True)
+        reader.start()
+        await kit.finish_run(*arguments)
+        reader.check()
+        assert len(list(out.glob("trajectories/*.parquet"))) <= 50
+        assert len(kit.final_rows(out)) == 65
+        assert list(faults_of(out)) == []
+        served = server.requests
+        assert (await kit.finish_run(*arguments)).report()["done"] == 65
+        assert server.requests == served, "merged rows are still done"

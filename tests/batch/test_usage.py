@@ -124,7 +124,7 @@ async def run_with_kills(
     workers = kit.worker_pids(out)
     kit.kill(first.pid)
     await first.wait()
-    await kit.check_processes_ended(workers)
+    await kit.check_processes_ended(workers, kit.WAIT_S)
     second = await kit.start_run("--config", config, "--workers", "0", env=KEYS)
     await wait_for_answers(log, len(read_log(log)) + 150, second)
     kit.kill(second.pid)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from hermes_rl.store import (
     COMPACTION_POINTS,
     CRASH_VARIABLE,
     TABLES,
+    CrashHook,
     Driver,
     JournalWriter,
     OpenOptions,
@@ -283,16 +285,25 @@ async def merge_always(driver: Driver) -> None:
         await driver.merge_files()
 
 
+def stall_at(patch: pytest.MonkeyPatch, point: str) -> threading.Event:
+    """Let a merge wait at a crash point until the event is set."""
+    go_on = threading.Event()
+    patch.setenv(CRASH_VARIABLE, point)
+    patch.setattr(CrashHook, "die", lambda hook: go_on.wait(60))
+    return go_on
+
+
 async def test_commits_do_not_wait_for_merged_files_and_stay(
     run_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The merge has written its files and has not switched, as on a slow disk."""
-    monkeypatch.setenv(CRASH_VARIABLE, "compact-1-written:1:1.5")
+    go_on = stall_at(monkeypatch, "compact-1-written:1")
     async with live_run(run_path, many_files=3) as live:
         await live.add(*range(5))
         merging = await live.begin_merge()
         await live.add(*range(5, 8))
         assert not merging.done(), "the commits waited"
+        go_on.set()
         await merging
         assert sorted(glob_units(run_path).values()) == [1] * 8
         assert len(list(run_path.glob("trajectories/*.parquet"))) == 4
@@ -319,7 +330,7 @@ async def test_a_merge_that_fails_changes_nothing(run_path: Path) -> None:
 async def test_a_merge_ends_early_fails_halfway_or_meets_a_recovery(
     run_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(CRASH_VARIABLE, "compact-1-written:2:1.5")
+    go_on = stall_at(monkeypatch, "compact-1-written:2")
     async with live_run(run_path, many_files=1) as live:
         driver = live.driver
         await live.add(*range(3))
@@ -339,6 +350,7 @@ async def test_a_merge_ends_early_fails_halfway_or_meets_a_recovery(
         await live.journal.aclose()
         await driver.recover_worker(live.journal.writer)
         assert not merging.done()
+        go_on.set()
         await merging
     assert len(glob_units(run_path)) == 9
     assert len(list(run_path.glob("trajectories/*.parquet"))) == 1

@@ -1,106 +1,107 @@
 """The event loop stays free: fsync and Parquet happen beside it."""
 
 import asyncio
-import statistics
-import time
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import scripted_rows
 
-from hermes_rl.store import JournalWriter, OpenOptions, Publisher, RunDir, SealPolicy, open_run
+from hermes_rl.store import JournalWriter, Publisher, open_run
 
 ATTEMPTS = 64
-ROUNDS = 6
 
 
-async def lags(stop: asyncio.Event) -> list[float]:
-    """How late the loop wakes, sampled every millisecond."""
-    found = []
-    while not stop.is_set():
-        before = time.perf_counter()
-        await asyncio.sleep(0.001)
-        found.append(time.perf_counter() - before - 0.001)
-    return found
+class SlowDisk:
+    """One fsync takes until the test releases it. On the event loop it would block the test.
+
+    Args:
+        slow: which one, from 1.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, slow: int = 1) -> None:
+        self.slow = slow
+        self.syncs = 0
+        self._begun, self._released = threading.Event(), threading.Event()
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, partial(self._sync, getattr(os, name)))
+
+    def _sync(self, sync: Callable[[int], None], fd: int) -> None:
+        self.syncs += 1
+        if self.syncs == self.slow:
+            self._begun.set()
+            assert self._released.wait(60), "the event loop was blocked"
+        sync(fd)
+
+    async def begun(self) -> None:
+        """Wait until the slow fsync has begun."""
+        assert await asyncio.to_thread(self._begun.wait, 60)
+
+    def release(self) -> None:
+        self._released.set()
 
 
-async def measure(path: Path, fsync_delay_s: float) -> tuple[float, float]:
-    """(median lag of the loop, seconds) of many attempts at once."""
-    async with await open_run(path, scripted_rows.CONFIG) as driver:
-        run_dir = RunDir(path, fsync_delay_s=fsync_delay_s)
-        policy = SealPolicy(rows=50)
-        async with JournalWriter(run_dir, driver.epoch, 0, policy=policy) as journal:
-            publisher = Publisher(journal)
-            stop = asyncio.Event()
-            watch = asyncio.create_task(lags(stop))
-            publishing = asyncio.create_task(publisher.run())
-            start = time.perf_counter()
-
-            async def attempts(slot: int) -> None:
-                for number in range(ROUNDS):
-                    await asyncio.sleep(0.02)
-                    await journal.finish(rows[slot * ROUNDS + number])
-
-            rows = [scripted_rows.make_finished(n) for n in range(ATTEMPTS * ROUNDS)]
-            async with asyncio.TaskGroup() as group:
-                for slot in range(ATTEMPTS):
-                    group.create_task(attempts(slot))
-            seconds = time.perf_counter() - start
-            stop.set()
-            found = await watch
-            publishing.cancel()
-            await publisher.drain()
-    return statistics.median(found), seconds
+async def test_attempts_wait_for_the_disk_together_and_the_loop_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that finish during an fsync share the next one, and return when it is done."""
+    async with (
+        await open_run(tmp_path, scripted_rows.CONFIG) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        disk = SlowDisk(monkeypatch)
+        rows = [scripted_rows.make_finished(number) for number in range(ATTEMPTS)]
+        ends = [asyncio.create_task(journal.finish(row)) for row in rows]
+        await disk.begun()
+        assert not any(end.done() for end in ends), "it is not durable yet"
+        disk.release()
+        await asyncio.gather(*ends)
+        assert disk.syncs < 10, "one for each attempt would be 64"
 
 
-async def test_a_slow_fsync_does_not_block_the_loop(tmp_path: Path) -> None:
-    median, seconds = await measure(tmp_path / "slow", 0.02)
-    assert median < 0.015, "the loop is late as long as an fsync takes"
-    # One after another the fsyncs alone would take 64 x 6 x 20 ms = 7.7 s; grouped they share.
-    assert seconds < ATTEMPTS * ROUNDS * 0.02
-
-
-async def test_finish_returns_only_once_it_is_durable(tmp_path: Path) -> None:
-    async with await open_run(tmp_path, scripted_rows.CONFIG) as driver:
-        run_dir = RunDir(tmp_path, fsync_delay_s=0.2)
-        async with JournalWriter(run_dir, driver.epoch, 0) as journal:
-            start = time.perf_counter()
-            await asyncio.gather(
-                *(journal.finish(scripted_rows.make_finished(n)) for n in range(20))
+@pytest.mark.parametrize("slow", [0, 1, 2, 3, 4])
+async def test_a_cancelled_publisher_finishes_its_batch(
+    tmp_path: Path, slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled before it begins, and during each fsync."""
+    async with (
+        await open_run(tmp_path, scripted_rows.CONFIG) as driver,
+        JournalWriter(driver.run_dir, driver.epoch, 0) as journal,
+    ):
+        publisher = Publisher(journal)
+        for number in range(5):
+            journal.recorder(scripted_rows.attempt_key(number)).record(
+                scripted_rows.make_begun(number)
             )
-            took = time.perf_counter() - start
-    assert 0.2 <= took < 3.5, "at least one fsync, and far fewer than twenty"
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
-async def test_a_cancelled_publisher_finishes_its_batch(tmp_path: Path, after_s: float) -> None:
-    async with await open_run(tmp_path, scripted_rows.CONFIG) as driver:
-        run_dir = RunDir(tmp_path, fsync_delay_s=0.02)
-        async with JournalWriter(run_dir, driver.epoch, 0) as journal:
-            publisher = Publisher(journal)
-            for number in range(5):
-                journal.recorder(scripted_rows.attempt_key(number)).record(
-                    scripted_rows.make_begun(number)
-                )
-            await asyncio.gather(
-                *(journal.finish(scripted_rows.make_finished(n)) for n in range(5))
-            )
-            drain = asyncio.create_task(publisher.drain())
-            await asyncio.sleep(after_s)
-            drain.cancel()
-            await asyncio.gather(drain, return_exceptions=True)
-            assert list((tmp_path / "tmp").iterdir()) == []
-            await publisher.drain()
+        await asyncio.gather(*(journal.finish(scripted_rows.make_finished(n)) for n in range(5)))
+        disk = SlowDisk(monkeypatch, slow)
+        drain = asyncio.create_task(publisher.drain())
+        if slow:
+            await disk.begun()
+        drain.cancel()
+        await asyncio.wait((drain,), timeout=0.01)
+        assert not (slow and drain.done()), "its thread still writes"
+        disk.release()
+        await asyncio.gather(drain, return_exceptions=True)
+        assert list((tmp_path / "tmp").iterdir()) == []
+        await publisher.drain()
     assert [p.name for p in (tmp_path / "commits").iterdir()] == ["1-0-0.json"]
     assert list((tmp_path / "journal").iterdir()) == []
 
 
-async def test_a_cancelled_open_releases_the_lock(tmp_path: Path) -> None:
-    options = OpenOptions(fsync_delay_s=0.5)
-    opening = asyncio.create_task(open_run(tmp_path, scripted_rows.CONFIG, None, options))
-    await asyncio.sleep(0.05)
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
+async def test_a_cancelled_open_releases_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        disk = SlowDisk(patch)
+        opening = asyncio.create_task(open_run(tmp_path, scripted_rows.CONFIG))
+        await disk.begun()
+        opening.cancel()
+        disk.release()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
     async with await open_run(tmp_path, scripted_rows.CONFIG) as driver:
         assert driver.epoch == 2
