@@ -269,7 +269,7 @@ class Mirror:
         this driver merged before it could. Parts that a later driver uploaded or merged stay, since
         this one may have been replaced."""
         merged = self._merged_stems()
-        for table in TABLES:
+        for table in {*TABLES} & {*self._remote.names("")}:
             for name in self._remote.names(table):
                 left = stem_of(self.path / name) in merged or self._is_old(name)
                 if left and f"{table}/{name}" not in self._remote.files:

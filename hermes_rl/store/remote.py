@@ -312,7 +312,7 @@ class RemoteRun:
             found = self._fs.ls(self._key(folder), detail=False)
         except FileNotFoundError:
             return []
-        return [str(name).rpartition("/")[2] for name in found]
+        return [str(name).rstrip("/").rpartition("/")[2] for name in found]
 
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -41,6 +41,8 @@ from hermes_rl.testing import FakeServer
 from hermes_rl.trajectory import fold
 
 QUICK = ("--workers", "0", "--set", "run.publish_every_s=0.05")
+SHORT_S = 0.9
+"""A lease that ends soon: the clock of the store has whole seconds."""
 ROWS = [kit.make_task(number, turns=1) for number in range(4)]
 
 
@@ -142,7 +144,7 @@ async def test_a_start_removes_what_a_killed_driver_could_not_name(
     tmp_path: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Globs would read the rows of its last parts beside those of the second attempt."""
-    async with driving(url, 0.0) as (mirror, _, add):
+    async with driving(url, SHORT_S) as (mirror, _, add):
         await add(1)
         await asyncio.to_thread(mirror.sync)
         named = await parts_at(proxy, url)
@@ -296,7 +298,7 @@ async def test_a_claim_is_all_that_a_driver_leaves(
 
     proxy.failure = fail
     with pytest.raises(UserError, match="cannot be written"):
-        await asyncio.to_thread(fill, url, 0.0)
+        await asyncio.to_thread(fill, url, SHORT_S)
     proxy.failure = lambda method, path: None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
     await compact_after_lease(url)
@@ -306,7 +308,7 @@ async def test_a_claim_is_all_that_a_driver_leaves(
 async def test_a_run_that_was_killed_before_its_first_commit_is_resumed_elsewhere(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with driving(url, 0.0) as (mirror, _, _):
+    async with driving(url, SHORT_S) as (mirror, _, _):
         (mirror.path / "manifest.json").write_text("{}")
         await asyncio.to_thread(mirror.sync)
         mirror.close()
@@ -330,7 +332,7 @@ async def test_a_start_after_a_kill_while_it_fetched_need_not_wait(proxy: Proxy,
 async def test_rows_that_were_published_but_not_uploaded_are_kept(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    first = await asyncio.to_thread(fill, url, 0.0)
+    first = await asyncio.to_thread(fill, url, SHORT_S)
     commit = first.path / "commits" / "1-0-0.json"
     commit.write_text("{}")
     first.close()
@@ -354,7 +356,7 @@ async def test_a_driver_that_was_replaced_removes_no_merged_parts(
     first = await asyncio.to_thread(fill, url, 30.0, "1" * 32, "2" * 32)
     assert await first.finish() == ""
     first.close()
-    suspended = await asyncio.to_thread(fill, url, 0.0, "3" * 32)
+    suspended = await asyncio.to_thread(fill, url, SHORT_S, "3" * 32)
     await asyncio.to_thread(suspended.sync, final=True)
     suspended.close()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine-b"))
@@ -535,16 +537,19 @@ async def test_the_end_of_a_run_uploads_everything_after_an_entry_that_failed(
         with pytest.raises(PermissionError):
             await asyncio.to_thread(mirror.sync)
         await add(2)
-        proxy.failure = lambda method, path: None
+        requests: list[str] = []
+        proxy.failure = lambda method, path: requests.append(path)
         assert await mirror.finish() == ""
         mirror.close()
+    bucket = f"/{url.split('/')[2]}"
+    assert requests.count(bucket) == 2, "only the run and the one table that it has are listed"
     assert len(await rows_at(url)) == 2
 
 
 async def test_a_driver_that_was_replaced_merges_into_no_file_of_its_successor(
     proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with driving(url, 0.0) as (mirror, driver, add):
+    async with driving(url, SHORT_S) as (mirror, driver, add):
         await add(1, 2)
         await driver.merge_files(quiet=mirror.quiet)
         await add(3, 4)
