@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from runs import CLI
 
+from hermes_rl.cli import main
+
 SHOP = """
 from hermes_rl.rl import EnvConfig, Environment, make_task
 
@@ -35,6 +37,8 @@ PACKAGES = {
     "other": ("no_class = no_class_env:Gone", "no_class_env.py", SHOP),
 }
 
+FLAGS = ("--model", "oracle", "--workers", "0", "--out", "run")
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,22 +58,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def process(name: str, site: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    flags = ["--model", "oracle", "--workers", "0", "--out", "run"]
-    return subprocess.run(
-        [sys.executable, "-P", "-c", CLI, "env", "process", name, *flags],
-        cwd=cwd,
+def test_an_installed_environment_runs_by_name_despite_broken_ones(
+    site: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", CLI, "env", "process", "corner_shop", *FLAGS],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": str(site)},
     )
-
-
-def test_an_installed_environment_runs_by_name_despite_broken_ones(
-    site: Path, tmp_path: Path
-) -> None:
-    done = process("corner_shop", site, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4/4 units done, 4 solved" in done.stdout
     assert "  name: corner_shop_env.haggling:Haggling\n" in (tmp_path / "run/run.yaml").read_text()
@@ -85,9 +84,16 @@ def test_an_installed_environment_runs_by_name_despite_broken_ones(
     ],
 )
 def test_a_broken_environment_is_reported_in_one_line(
-    site: Path, tmp_path: Path, name: str, says: str
+    site: Path,
+    tmp_path: Path,
+    name: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = process(name, site, tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {says}"), done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(site)
+    code, errors = main(["env", "process", name, *FLAGS]), capsys.readouterr().err
+    assert (code, errors.count("\n")) == (2, 1), errors
+    assert errors.startswith(f"error: {says}"), errors
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,11 @@
 """Attempts through the public entry point: fake server, real sandboxes, nothing patched."""
 
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from hermes_rl.rollout import run_attempt
 from hermes_rl.tasks import parse_row
 from hermes_rl.testing import FakeConfig, FakeServer
 from hermes_rl.wiring import RunContext, open_run_context
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))  # for forks
 
 
 def script(*steps: Any) -> str:

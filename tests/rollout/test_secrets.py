@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from batch_runner import run_batch
@@ -22,7 +23,7 @@ HERMES = [sys.executable, "-c", "import sys; from hermes_rl.cli import main; sys
 SPY = "env; set; cat /proc/[0-9]*/environ; cat /proc/[0-9]*/cmdline; ls -laR /workspace /tmp /hx"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """A server that knows only the canary's key."""
     texts = ["-m", "hermes_rl.testing.fake_server", "--port", "0", "--key", CANARY, "--until-eof"]
@@ -107,10 +108,8 @@ def run_that_prints_its_key(server: str, folder: Path, workers: int) -> Path:
 
 
 def hermes(*arguments: str, key: str = CANARY) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "SPY_KEY": key}
-    return subprocess.run(
-        [*HERMES, *arguments], capture_output=True, text=True, env=env, timeout=180
-    )
+    found = forks.call(arguments, Path.cwd(), {**os.environ, "SPY_KEY": key})
+    return subprocess.CompletedProcess(arguments, *found)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

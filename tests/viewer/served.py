@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
+
+from forks import Forked
 
 COMMAND = str(Path(sys.executable).parent / "hermes-rl")
 
@@ -68,13 +69,11 @@ class Served:
 @contextmanager
 def serving(*arguments: str | Path) -> Iterator[Served]:
     """Start `hermes-rl view` on a free port."""
-    command = [COMMAND, "view", *map(str, arguments), "--port", "0", "--no-browser"]
+    command = ["view", *map(str, arguments), "--port", "0", "--no-browser"]
     environment = {k: v for k, v in os.environ.items() if k != "BROWSER"}
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    process = Forked(command, environment, Path.cwd())
+    with process.stdout:
         try:
-            assert process.stdout
             yield Served(process.stdout.readline().strip(), process.pid)
         finally:
             process.send_signal(signal.SIGINT)

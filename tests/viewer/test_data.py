@@ -7,15 +7,15 @@ import math
 import os
 import shutil
 import stat
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import forks
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_runs import HOSTILE, STEPS, finished_attempt, picture
-from served import COMMAND, Served, serving
+from served import Served, serving
 
 from hermes_rl import load_run
 from hermes_rl.evals import summary
@@ -344,16 +344,15 @@ def test_a_hostile_or_damaged_run_hides_and_stops_no_other(runs: Path, tmp_path:
     assert f"were committed. See hermes-rl check {tmp_path / 'cut'}" in rows["cut"]["error"]
     assert rows["cut"]["done"] == 36
     assert (len(pipes), states["good"]) == (4, "finished")
-    command = [COMMAND, "diff", str(tmp_path / "good"), str(tmp_path / "other")]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    code, _, errors = forks.call(["diff", "good", "other"], tmp_path)
+    assert (code, errors.count("\n")) == (2, 1), errors
     for name in ("status", "show"):
         lost = next(iter((copied(name) / "trajectories").iterdir()))
         lost.unlink()
         assert str(summary(load_run(tmp_path / name))).endswith("; 36 units still open")
-        command = [COMMAND, name, str(tmp_path / name)]
-        marked = subprocess.run(command, capture_output=True, text=True, check=True)
+        code, out, errors = forks.call([name, str(tmp_path / name)], tmp_path)
+        assert code == 0, errors
         line = (
             f"{lost} is missing, but its batch is committed. See hermes-rl check {lost.parents[1]}"
         )
-        assert line in (marked.stdout + marked.stderr).splitlines()
+        assert line in (out + errors).splitlines()
