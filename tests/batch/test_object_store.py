@@ -167,7 +167,7 @@ async def test_silent_driver_is_replaced_and_cannot_commit(
     tmp_path: Path, server: FakeServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [kit.make_task(n, turns=1, latency_s=0.0 if n < 2 else 10.0) for n in range(4)]
-    command = arguments(tmp_path, server, url, "--set", "run.lease_s=6", rows=rows)
+    command = arguments(tmp_path, server, url, "--set", "run.lease_s=15", rows=rows)
     first = await kit.start_run(*command, "--concurrency", "1")
     await kit.wait_for_units(first, 2)
     other = on_machine(tmp_path, "machine-b")
@@ -176,6 +176,7 @@ async def test_silent_driver_is_replaced_and_cannot_commit(
 
     os.kill(first.pid, signal.SIGSTOP)
     while True:  # until its lease has ended
+        await asyncio.sleep(5)
         second = await kit.start_run(*command, env=other)
         if await second.wait() == 0:
             break
@@ -267,7 +268,7 @@ async def test_only_one_of_two_drivers_that_start_together_gets_the_run(
 
 def open_after_lease(url: str) -> Any:
     """Take a run over whose driver had a lease of nothing, by the clock of the store (seconds)."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + kit.WAIT_S
     while True:
         try:
             return open_mirror(url, 30.0)
@@ -276,7 +277,7 @@ def open_after_lease(url: str) -> Any:
 
 
 async def compact_after_lease(url: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + kit.WAIT_S
     while await asyncio.to_thread(main, ["compact", url]):
         assert time.monotonic() < deadline
 
@@ -580,7 +581,7 @@ async def test_a_driver_shows_that_it_lives_during_a_long_merge(proxy: Proxy, ur
     proxy.failure = watch
     with mirror.quiet:
         for _ in range(3):
-            assert await asyncio.to_thread(seen.acquire, timeout=30)
+            assert await asyncio.to_thread(seen.acquire, timeout=60)
     assert await mirror.finish() == ""
     mirror.close()
     assert not [key for key in await proxy.objects(url) if "beat" in key]

@@ -61,7 +61,7 @@ def run_process(
     cwd: Path,
     env: dict[str, str] | None = None,
     under: Sequence[str] = (),
-    seconds: float = 60.0,
+    seconds: float = 240.0,
 ) -> CommandResult:
     """Run `hermes-rl ARGUMENTS` in a process of its own; it must not print a traceback.
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pyte
 
-WAIT_S = 45.0
+WAIT_S = 240.0
+"""After which a program hangs, on a machine that is far slower and busier than this one."""
 
 ENTER, CTRL_C, CTRL_D, NEW_LINE = "\r", "\x03", "\x04", "\x1b\r"
 

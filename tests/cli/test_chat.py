@@ -141,9 +141,9 @@ def test_a_turn_shows_reasoning_text_and_tools_with_times(place: Place, columns:
 def test_a_dangerous_command_runs_only_with_consent_to_the_question(place: Place) -> None:
     """What was typed before the question does not answer it."""
     removal = {"run": "mkdir -p kept; rm -r kept; echo removed it"}
-    script = say({"run": "sleep 2"}, removal, {"text": "first"}, removal, {"text": "second"})
+    script = say({"run": "sleep 8"}, removal, {"text": "first"}, removal, {"text": "second"})
     with place.open() as terminal:
-        terminal.say(script, until="$ sleep 2")
+        terminal.say(script, until="$ sleep 8")
         terminal.type("y")
         terminal.wait_for("Run it?")
         terminal.type(ENTER)
@@ -181,7 +181,7 @@ def test_ctrl_c_interrupts_a_turn_and_twice_leaves_a_session_that_continues(plac
         terminal.wait_for("Ctrl-C again, or Ctrl-D, leaves")
         terminal.type(CTRL_C)
         assert terminal.wait() == 130
-    assert not _running(mark)
+    _until_gone(mark)
     with place.open("--continue") as terminal:
         assert "> the next one" in terminal.wait_for("continuing session")
         terminal.say("third", until="three")

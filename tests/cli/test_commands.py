@@ -257,7 +257,7 @@ def test_status_stop_ends_a_run_that_can_be_resumed(tmp_path: Path, base_url: st
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while (seen := look(tmp_path)) is None or not seen["running"]:
             assert time.monotonic() < deadline
         assert seen["driver"] == driver.pid
@@ -268,7 +268,7 @@ def test_status_stop_ends_a_run_that_can_be_resumed(tmp_path: Path, base_url: st
         stopped = run_cli("status", "run", "--stop", cwd=tmp_path)
         assert stopped.code == 0
         assert "no driver" in stopped.out
-        out, _ = driver.communicate(timeout=30)
+        out, _ = driver.communicate(timeout=240)
     finally:
         if driver.poll() is None:
             driver.send_signal(signal.SIGKILL)

@@ -6,8 +6,8 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,18 @@ def test_an_interval_that_is_narrow_enough_stops_early(tmp_path: Path, base_url:
     assert (high - low) / 2 <= 0.04
 
 
+@contextmanager
+def logging_server(log: Path, *more: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of a fake server that appends its requests to a log, and its process."""
+    fake = [sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof", "--log", str(log)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*fake, *more], text=True, **pipes) as server:
+        assert server.stdout
+        assert server.stdin
+        yield json.loads(server.stdout.readline())["base_url"], server
+        server.stdin.close()
+
+
 @pytest.mark.slow
 def test_a_killed_evaluation_stops_at_the_same_interval(tmp_path: Path, base_url: str) -> None:
     """Kills change neither the decision nor the result, and finished units are paid for once."""
@@ -181,28 +193,24 @@ def test_a_killed_evaluation_stops_at_the_same_interval(tmp_path: Path, base_url
     rows = [question(n, "7,000", 0.3) for n in late] + [question(n, str(n)) for n in right]
     write_rows(tmp_path / "gsm8k.jsonl", *rows)
     log = tmp_path / "log.jsonl"
-    fake = [sys.executable, "-m", "hermes_rl.testing.fake_server", "--until-eof", "--log", str(log)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(fake, text=True, **pipes) as server:
-        assert server.stdout
-        assert server.stdin
-        url = json.loads(server.stdout.readline())["base_url"]
-        command = [
-            *(COMMAND, "eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a"),
-            *("--workers", "0", "--concurrency", "8", "--width", "11", "--base-url", url),
-        ]
-        for served in (45, 70):
-            killed = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-            while len(log.read_bytes().splitlines()) < served:
-                assert killed.poll() is None
-                time.sleep(0.01)
+    command = [
+        *("eval", "gsm8k", "--data", "gsm8k.jsonl", "--model", "a"),
+        *("--workers", "0", "--concurrency", "8", "--width", "11", "--base-url"),
+    ]
+    for requests in (45, 25):
+        with logging_server(log, "--hold-at", str(requests)) as (url, server):
+            killed = subprocess.Popen(
+                [COMMAND, *command, url], cwd=tmp_path, stderr=subprocess.DEVNULL
+            )
+            assert server.stdout
+            assert json.loads(server.stdout.readline()) == {"request": requests}
             killed.kill()
             killed.wait()
-        done = run_cli(*command[1:], cwd=tmp_path)
+    with logging_server(log) as (url, _):
+        done = run_cli(*command, url, cwd=tmp_path)
         paid = len(log.read_bytes().splitlines())
-        again = run_cli(*command[1:], cwd=tmp_path)
+        again = run_cli(*command, url, cwd=tmp_path)
         assert len(log.read_bytes().splitlines()) == paid
-        server.stdin.close()
     assert done.code == again.code == 0, done.err
     kept = json.loads((tmp_path / "runs/eval-gsm8k/evaluation.json").read_text())
     units = sum(model["units"] for model in kept["models"].values())

@@ -16,7 +16,7 @@ def test_ctrl_c_during_check_run_reports_no_result(tmp_path: Path) -> None:
     while it plays."""
     rows = [
         {"id": str(n), "prompt": f"x{n}", "verify": "cd $WORKSPACE", "oracle": "sleep 3"}
-        for n in range(20)
+        for n in range(100)
     ]
     write_rows(tmp_path / "t.jsonl", *rows)
     with tempfile.TemporaryDirectory() as scratch:
@@ -33,11 +33,11 @@ def test_ctrl_c_during_check_run_reports_no_result(tmp_path: Path) -> None:
         try:
             wait_for(Path(scratch), "hermes-rl-check-*/0/run/journal/*/done-*")
             checking.send_signal(signal.SIGINT)
-            out, err = checking.communicate(timeout=60)
+            out, err = checking.communicate(timeout=240)
         finally:
             checking.kill()
     assert checking.returncode == 130
-    assert out == "t.jsonl: 20 rows, 0 bad, 20 with a verifier, 20 with an oracle\n"
+    assert out == "t.jsonl: 100 rows, 0 bad, 100 with a verifier, 100 with an oracle\n"
     assert "Traceback" not in err
 
 
@@ -47,7 +47,7 @@ def _enable_ctrl_c() -> None:
 
 
 def wait_for(folder: Path, pattern: str) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not list(folder.glob(pattern)):
         assert time.monotonic() < until, f"no {pattern}"
         time.sleep(0.05)

@@ -180,7 +180,7 @@ async def test_an_agent_out_of_memory_is_graded(stage: Open) -> None:
     assert json.loads(got.sandbox.limits)["memory_bytes"] == 2 << 30
 
 
-async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for something that another process brings about."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -238,14 +238,14 @@ async def test_a_judge_that_hangs_is_given_up_and_named(stage: Open, drips: bool
     async with judges_of_which_one_hangs(drips=drips) as url:
         opened = await stage(
             model={"name": "oracle"},
-            endpoint={"base_url": None, "first_byte_seconds": 3, "outage_seconds": 0.001},
+            endpoint={"base_url": None, "first_byte_seconds": 8, "outage_seconds": 0.001},
             agent={"toolsets": ["none"]},
             scoring={"judges": [{"name": name, "base_url": url} for name in ("works", "hangs")]},
         )
         assert (await opened.attempt(row)).reward == 1.0
         made = await opened.attempt(row)
     assert (made.cause, made.reward) == ("outage", None)
-    assert re.search(r"scoring\.judges\.1: .*127.0.0.1.* within 3 s", made.error or "")
+    assert re.search(r"scoring\.judges\.1: .*127.0.0.1.* within 8 s", made.error or "")
 
 
 async def test_the_answer_is_kept_when_time_ends_at_a_judge(stage: Open, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ async def test_the_answer_is_kept_when_time_ends_at_a_judge(stage: Open, tmp_pat
         opened = await stage(
             model={"name": "oracle"},
             endpoint={"base_url": None},
-            agent={"toolsets": ["none"], "limits": {"wall_seconds": 3}},
+            agent={"toolsets": ["none"], "limits": {"wall_seconds": 8}},
             scoring={"judges": [{"name": name, "base_url": url} for name in ("works", "hangs")]},
         )
         opened.context = replace(opened.context, checkpoints=Checkpoints(tmp_path, None))
