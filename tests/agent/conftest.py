@@ -96,6 +96,10 @@ class Ran:
         """The run's row, as a batch run makes it."""
         return row_of(self.log, self.result)
 
+    def call_ids(self) -> list[str]:
+        """The calls of the row."""
+        return sorted(call.call_id for call in self.row().calls)
+
     def errors(self) -> list[str | None]:
         """What the row says of each call."""
         return [call.error for call in self.row().calls]
@@ -173,6 +177,11 @@ def server() -> Iterator[FakeServer]:
         home.run(server.__aenter__())
         yield server
         home.run(server.aclose())
+
+
+def served_ids(server: FakeServer) -> list[str | None]:
+    """The calls whose requests the server has seen the end of."""
+    return sorted((entry.call_id for entry in server.entries), key=str)
 
 
 Make = Callable[..., AIAgent]

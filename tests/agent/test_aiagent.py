@@ -12,6 +12,7 @@ from hermes_rl import AIAgent, ModelConfig
 from hermes_rl.agent import Limits, preset
 from hermes_rl.errors import AuthError, UserError
 from hermes_rl.events import CallStarted, MessageAdded
+from hermes_rl.tools import function_tool
 
 from .conftest import Make, say
 
@@ -217,22 +218,20 @@ def test_a_failed_call_leaves_the_conversation_as_it_was(make: Make) -> None:
 
 
 def test_one_run_at_a_time(make: Make) -> None:
-    started = threading.Event()
-    with make(toolsets=(), on_event=lambda event: started.set()) as agent:
-        errors: list[BaseException] = []
+    errors: list[BaseException] = []
 
-        def second() -> None:
-            started.wait(60)
-            try:
-                agent.chat("me too")
-            except UserError as error:
-                errors.append(error)
+    def chat_too() -> str:
+        """Runs in a thread of its own, as each plain function does."""
+        try:
+            agents[0].chat("me too")
+        except UserError as error:
+            errors.append(error)
+        return ""
 
-        thread = threading.Thread(target=second)
-        thread.start()
-        agent.chat(say({"text": "slow", "latency_s": 0.5}))
-        thread.join()
-        assert "already running" in str(errors[0])
+    with make(toolsets=(), tools=[function_tool(chat_too)]) as agent:
+        agents = [agent]
+        agent.chat(say({"calls": [{"name": "chat_too"}]}, "done"))
+    assert "already running" in str(errors[0])
 
 
 def test_calling_a_door_from_a_callback_is_refused(make: Make) -> None:

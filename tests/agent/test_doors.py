@@ -71,18 +71,21 @@ def test_a_callback_cannot_wait_for_the_loop_that_runs_it() -> None:
 
 
 async def test_cancelling_arun_goes_through() -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     async def wait() -> None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
             ended.set()
 
     with LoopThread() as home:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await home.arun(wait())
+        running = asyncio.create_task(home.arun(wait()))
+        assert await asyncio.to_thread(begun.wait, 30)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
         assert await asyncio.to_thread(ended.wait, 30)
 
 

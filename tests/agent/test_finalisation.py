@@ -20,7 +20,7 @@ from hermes_rl.events import AnswerDiscarded, CallStarted, MessageAdded
 from hermes_rl.testing import FakeServer
 from hermes_rl.tools import Tool, ToolContext, ToolResult
 
-from .conftest import Make, say
+from .conftest import Make, say, served_ids
 
 RUN = {"run": "echo hi", "text": "I run it."}
 CUT = {"text": "One, ", "finish": "length"}
@@ -67,7 +67,7 @@ def test_every_ending_keeps_messages_usage_and_row(
         failed = result["end_reason"] == "error"
         assert ending == (result["error"]["cause"] if failed else result["end_reason"])
         assert result["completed"] is (ending == "answered")
-        assert len(result["calls"]) == server.requests
+        assert sorted(c["call_id"] for c in result["calls"]) == served_ids(server)
         assert result["usage"]["total_tokens"] == served(server)
         row = the_row(tmp_path / "run", failed=failed)
         assert (row["end_reason"], row["final_response"]) == (
@@ -118,7 +118,8 @@ async def test_a_server_that_fails_for_good_after_a_paid_turn(
         assert result["error"]["cause"] in (faults[fault], "outage")
         assert [m["role"][0] for m in result["messages"]] == list("suat")
         assert result["usage"]["total_tokens"] > 0
-    assert sum(len(r["calls"]) for r in results.values()) == server.requests
+    calls = sorted(c["call_id"] for r in results.values() for c in r["calls"])
+    assert calls == served_ids(server)
 
 
 @pytest.mark.parametrize("fault", ["server_error", "reset", "cut", "garbage", "overloaded"])
@@ -202,9 +203,8 @@ def test_an_interrupt_in_each_phase(make: Make, tmp_path: Path, phase: str) -> N
         assert row["metrics"].get("discarded_answers", 0) == (phase == "second request")
         assert row["usage"]["total_tokens"] == result["usage"]["total_tokens"]
         assert len(row["calls"]) == len(result["calls"])
-        start = time.monotonic()
         assert agent.run_conversation(say("Fine."), conversation_history=[])["completed"]
-        assert took < max(1.0, 100 * (time.monotonic() - start)), "a machine that is busy"
+        assert took < 20, "what it interrupts takes half a minute"
 
 
 def test_an_interrupt_with_a_message_makes_two_rows(make: Make, tmp_path: Path) -> None:

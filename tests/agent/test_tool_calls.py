@@ -24,6 +24,9 @@ class Log:
     def tool(self, name: str, *, parallel: bool, **more: Any) -> Tool:
         async def handler(ctx: ToolContext, args: dict[str, Any]) -> ToolResult:
             self.lines.append(f"{args['n']}+")
+            async with asyncio.timeout(60):
+                while args.get("after", self.lines[0]) not in self.lines:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             await asyncio.sleep(args.get("s", 0.01))
             self.lines.append(f"{args['n']}-")
             return ToolResult(str(args["n"]))
@@ -43,13 +46,13 @@ def texts(ran: Any) -> list[str]:
 async def test_parallel_tools_run_side_by_side_with_results_in_call_order(rig: Any) -> None:
     log = Log()
     tools = {"look": log.tool("look", parallel=True)}
-    calls = [call("look", 1, s=0.6), call("look", 2, s=0.01), call("look", 3, s=0.3)]
+    calls = [call("look", 1, after="3-", s=0.2), call("look", 2), call("look", 3, after="2-")]
     start = time.monotonic()
     ran = await rig.play({"calls": calls}, "done", tools=tools)
     assert texts(ran) == ["1", "2", "3"]
     assert log.lines == ["1+", "2+", "3+", "2-", "3-", "1-"]
     assert [e.message.tool_call_id for e in ran.results()] == ["call_0_0", "call_0_1", "call_0_2"]
-    assert 0.6 <= ran.result.active_seconds < time.monotonic() - start
+    assert 0.2 <= ran.result.active_seconds < time.monotonic() - start
 
 
 async def test_other_tools_are_barriers(rig: Any) -> None:
@@ -82,24 +85,24 @@ async def test_file_tools_run_side_by_side_when_their_files_differ(rig: Any) -> 
         assert texts(ran) == [str(n + 1) for n in range(len(calls))]
         return log.lines
 
-    def write(n: int, path: str, s: float = 0.2) -> dict[str, Any]:
-        return call("write", n, path=path, s=s)
+    def write(n: int, path: str, **more: Any) -> dict[str, Any]:
+        return call("write", n, path=path, **more)
 
     await rig.sandbox.run("mkdir sub; touch a; ln -s a link", timeout_s=30)
-    one = write(1, "a")
-    read = [call("read", n, path="b", s=0.3 - n / 10) for n in (1, 2)]
-    search, web = call("search", 2, s=0.1), call("web", 2, s=0.1)
+    one, late = write(1, "a"), write(1, "a", after="2-")
+    read = [call("read", 1, path="b", after="2-"), call("read", 2, path="b")]
+    search, web = call("search", 2), call("web", 2)
     beside, behind = ["1+", "2+", "2-", "1-"], ["1+", "1-", "2+", "2-"]
-    assert await order(one, write(2, "sub/../b", s=0.1)) == beside
-    assert await order(one, web) == beside
+    assert await order(late, write(2, "sub/../b")) == beside
+    assert await order(late, web) == beside
     assert await order(*read) == beside
     for other in ("link", "./a", f"{rig.sandbox.workspace}/sub/../a", "a/below"):
         assert await order(one, write(2, other)) == behind, other
     assert await order(one, search) == behind
-    assert await order(call("search", 1, s=0.2), write(2, "c")) == behind
+    assert await order(call("search", 1), write(2, "c")) == behind
     assert await order(one, call("read", 2, path="")) == behind  # any file
-    assert await order(call("write", 1, s=0.2), write(2, "c")) == behind  # several files
-    three = await order(one, write(2, "b", s=0.1), write(3, "a", s=0.1))
+    assert await order(call("write", 1), write(2, "c")) == behind  # several files
+    three = await order(late, write(2, "b"), write(3, "a"))
     assert three == [*beside, "3+", "3-"]
 
 

@@ -23,6 +23,7 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # for wire_kit
     sys.path.insert(0, HERE)
 
+import simulated_time  # noqa: E402 - found there
 import wire_kit  # noqa: E402 - found there
 
 TERMINAL: tuple[dict[str, Any], ...] = (
@@ -213,6 +214,9 @@ class Stage:
 
     def caller(self, *routes, policy=quick, **options):
         return ModelCaller(routes, self.events, policy, **options)
+
+    def in_loop_time(self, *routes, policy=quick):
+        return self.caller(*routes, policy=policy, clock=simulated_time.loop_clock())
 
     @property
     def outcomes(self):

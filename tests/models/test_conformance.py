@@ -196,7 +196,7 @@ async def test_wrong_key_is_final_and_never_shown(kit, wire):
 
 
 async def test_retry_hints_are_read(kit, wire):
-    config = FakeConfig(faults=FaultPlan(retry_after_s=7.5))
+    config = FakeConfig(faults=FaultPlan(retry_after_s=60.5))
     async with FakeServer(config) as server, asking(server, wire, kit) as ask:
         hints = []
         for fault in ("rate_limit_after", "rate_limit_date", "rate_limit"):
@@ -204,8 +204,8 @@ async def test_retry_hints_are_read(kit, wire):
                 await ask(model=f"fault-{fault}")
             hints.append(caught.value.retry_after_s)
     seconds, date, none = hints
-    assert (seconds, none) == (7.5, None)
-    assert 6 < date <= 8.5
+    assert (seconds, none) == (60.5, None)
+    assert 30 < date <= 61.5
 
 
 BROKEN = {"reset": e.ConnectionLost, "cut": e.ProtocolError, "garbage": e.ServerError}
@@ -315,7 +315,8 @@ def nameless(message):
     return message
 
 
-async def test_connections_are_reused(kit, wire):
+async def test_connections_are_reused(kit, wire, monkeypatch):
+    monkeypatch.setattr("hermes_rl.models.transports.http._IDLE_S", {"plain": 60.0})
     async with FakeServer() as server:
         client = client_of(server, wire)
         model_request = kit.request("hi", "echo-6", stream=wire[2], tools=kit.TERMINAL)

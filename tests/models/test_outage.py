@@ -28,7 +28,10 @@ async def test_request_that_alone_draws_500s_is_not_an_outage(kit, stage):
     async with stage() as s:
         server = await s.server(conditions=Conditions(clock_scale=SCALE))
         calling = ModelCaller(
-            [s.route(server, "noop")], s.events, RetryPolicy(max_attempts=6), clock=scaled()
+            [s.route(server, "noop")],
+            s.events,
+            RetryPolicy(max_attempts=6, outage_s=9_000.0),
+            clock=scaled(),
         )
         with pytest.raises(e.ServerError, match="500"):
             await calling.call(kit.request(poison), turn=3)

@@ -1,6 +1,7 @@
 """The one retry layer: what is tried again, how long, and that every request is recorded."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -225,10 +226,11 @@ async def test_waiting_for_a_slot_is_not_model_time(kit, stage):
     async with stage() as s:
         server = await s.server(latency_s=0.15)
         calling = s.caller(Route.single("noop", s.client(server), Limiter(1)))
+        began = time.monotonic()
         await asyncio.gather(*(calling.call(kit.request(), turn=1) for _ in range(3)))
         assert server.peak_in_flight == 1
         assert sum(s.events.waited) >= 0.4
-        assert sum(x.latency_s for x in s.events.ends) < sum(s.events.waited) + 0.45
+        assert sum(x.latency_s for x in s.events.ends) <= time.monotonic() - began
 
 
 # Several keys

@@ -3,11 +3,11 @@ take a second and are the same on every machine."""
 
 import asyncio
 import random
-import selectors
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from simulated_time import SimulatedLoop
 
 from hermes_rl.errors import RateLimited
 from hermes_rl.messages import AssistantMessage
@@ -22,30 +22,6 @@ ANSWER = Completion(
     finish_reason="stop",
     usage=Usage(input_tokens=3, output_tokens=1),
 )
-
-
-class Idle(selectors.SelectSelector):
-    """Never waits: the time for which it was to wait has passed at once."""
-
-    now = 0.0
-
-    def select(self, timeout=None):
-        ready = super().select(0)
-        if not ready:
-            assert timeout is not None, "nothing will ever happen"
-            self.now += timeout
-        return ready
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Its time passes only while there is nothing to do."""
-
-    def __init__(self):
-        self.idle = Idle()
-        super().__init__(self.idle)
-
-    def time(self):
-        return self.idle.now
 
 
 class Server:
