@@ -66,6 +66,14 @@ async def fails(attempt: Awaitable[object], kind: type[E]) -> E:
     raise AssertionError(f"expected {kind}")
 
 
+async def read_or_nothing(sandbox: Sandbox, path: str) -> bytes:
+    """A file, empty where there is none yet."""
+    try:
+        return await sandbox.read_file(path)
+    except FileNotFoundError:
+        return b""
+
+
 async def printed_by(process: Process, least: int) -> bytes:
     """What a process prints, until there are so many bytes of it, or it has ended."""
     output = b""
@@ -165,7 +173,8 @@ async def separates_background_output(backend: SandboxBackend) -> None:
     late = f"(sleep 0.3; echo late; touch done; {sleep}) & echo started"
     async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, late, "started\n")
-        await expect(sandbox, "sleep 0.8; echo next; ls", "next\ndone\n")
+        next_one = "until [ -e done ]; do sleep 0.05; done; echo next; ls"
+        await expect(sandbox, next_one, "next\ndone\n")
         await expect(sandbox, count, "1\n")
 
 
@@ -190,7 +199,7 @@ def _sleep() -> tuple[str, str]:
 
 async def ends_what_takes_too_long(backend: SandboxBackend) -> None:
     """A timeout ends the whole tree, keeps state and older background jobs, returns the output."""
-    (short, count), (older, count_older) = _sleep(), _sleep()
+    (short, count), (older, count_older), outputs = _sleep(), _sleep(), set[str]()
     async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, f"export KEPT=yes; mkdir -p d; cd d; {older} & true", "")
         for template in TIMEOUTS:
@@ -198,11 +207,13 @@ async def ends_what_takes_too_long(backend: SandboxBackend) -> None:
             started = time.monotonic()
             result = await sh(sandbox, f"echo begin; export LOST=1; cd /; {command}", timeout_s=0.3)
             assert result.timed_out, command
-            assert (result.exit_code, result.output) == (124, "begin\n"), command
-            assert time.monotonic() - started < 10, command
+            assert result.exit_code == 124, command
+            outputs.add(result.output)
+            assert time.monotonic() - started < TIMEOUT_S, command
             await expect(sandbox, 'echo $KEPT ${LOST-none}; basename "$PWD"', "yes none\nd\n")
             await expect(sandbox, count, "0\n")
         await expect(sandbox, count_older, "1\n")
+        assert {"begin\n"} <= outputs <= {"begin\n", ""}, "on a busy machine some print nothing"
 
 
 MANY = 20
@@ -236,7 +247,9 @@ async def cancelled_commands_end(backend: SandboxBackend) -> None:
     async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "export A=1", "")
         task = asyncio.create_task(sh(sandbox, f"echo x >mark; {sleep}"))
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(TIMEOUT_S):
+            while await read_or_nothing(sandbox, "mark") != b"x\n":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -273,8 +286,9 @@ async def waits_for_stopped_commands(backend: SandboxBackend) -> None:
     """A command that stops itself has not ended; codes that look like a stop are codes."""
     async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "exit 147", "", 147)
-        wake = "(sleep 0.2; kill -CONT $me) & kill -STOP $me; echo awake; exit 148"
-        await expect(sandbox, f"me=$BASHPID; {wake}", "awake\n", 148)
+        stopped = "read -r _ _ state _ </proc/$me/stat && [ $state = T ]"
+        wake = f"(until {stopped}; do sleep 0.05; done; kill -CONT $me) & kill -STOP $me"
+        await expect(sandbox, f"me=$BASHPID; {wake}; echo awake; exit 148", "awake\n", 148)
         result = await sh(sandbox, "kill -STOP $BASHPID", timeout_s=0.2)
         assert result.timed_out
         await expect(sandbox, "echo after", "after\n")

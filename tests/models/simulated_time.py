@@ -1,5 +1,5 @@
 """An event loop whose time passes only while there is nothing to do: a test on it is the same on
-every machine, however long its process stands still."""
+every machine, however busy that is."""
 
 import asyncio
 import functools

@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import signal
+import socket
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -15,12 +17,22 @@ from atropos_requests import Call, call
 from forks import Forked
 
 
+def free_port() -> int:
+    """One below those that the kernel gives, and above those of the fake servers of tests."""
+    while True:
+        port = 32_000 + secrets.randbelow(700)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
 class Api:
-    """Runs `hermes-rl api` in a folder; an object can be started again after a kill."""
+    """Runs `hermes-rl api` in a folder; an object can be started again after a kill, on the same
+    port, which the kernel gives to no other process meanwhile."""
 
     def __init__(self, folder: Path, *options: str, env: dict[str, str] | None = None) -> None:
         self.folder, self.options, self.env = folder, options, env
-        self.port = 0
+        self.port = free_port()
 
     def start(self) -> Self:
         """Start it; on the same port as before."""

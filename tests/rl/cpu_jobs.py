@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 
@@ -41,14 +40,6 @@ def exit_process() -> None:
 
 def get_pid() -> int:
     return os.getpid()
-
-
-def spin(seconds: float) -> int:
-    """Use a CPU for some seconds."""
-    end, turns = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end:
-        turns += 1
-    return turns
 
 
 def return_unpicklable() -> Any:

@@ -242,10 +242,10 @@ async def play(self, task, policy, ctx):
 
     def answer(request: Any) -> dict[str, Any]:
         slow = request.messages[-1].content == "slow"
-        return {"text": "Well.", **({"latency_s": 1.2} if slow else {})}
+        return {"text": "Well.", **({"latency_s": 2.4} if slow else {})}
 
     async with start_server(policy=answer) as server:
-        await lab.run(env, server, dataset={"limit": 1}, agent={"limits": {"max_seconds": 0.8}})
+        await lab.run(env, server, dataset={"limit": 1}, agent={"limits": {"max_seconds": 2.0}})
     (row,) = lab.rows() + lab.rows("failures")
     assert (row["end_reason"], row["reward"]) == ("time_limit", answers / 10)
     assert (row["cause"], row["truncated"], row["attempt"]) == (None, True, 0)

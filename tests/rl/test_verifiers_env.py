@@ -6,7 +6,6 @@ tests/consumers/with_protocols and with_verifiers have the same with the real pa
 import asyncio
 import os
 import signal
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -186,11 +185,16 @@ async def test_after_a_kill_only_rollouts_in_flight_are_paid_again(lab: Lab) -> 
         again = await start(*arguments)
         later, _ = await asyncio.gather(events(again), again.wait())
         assert again.returncode == 0
-        served = len(server.entries)
+        served = [entry.call_id for entry in server.entries]
     assert report_of(later)["done"] == 8
     assert not reported & {e["unit_id"] for e in later if e["event"] == "attempt"}
-    calls = Counter(c["call_id"] for r in lab.rows() + lab.rows("failures") for c in r["calls"])
-    assert served == len(calls) == sum(calls.values()) <= 10
+    calls = [call for row in lab.rows() + lab.rows("failures") for call in row["calls"]]
+    ids = [call["call_id"] for call in calls]
+    assert len(ids) == len({*ids}) <= 10
+    assert len(served) == len({*served})
+    assert {*served} <= {*ids}
+    # A call is recorded before its request leaves, so that the kill may come between the two.
+    assert {call["outcome"] for call in calls if call["call_id"] not in served} <= {"unknown"}
 
 
 @pytest.mark.slow

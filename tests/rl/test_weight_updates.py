@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -46,13 +47,20 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def all_arrived(engine: ExactEngine) -> int:
-    """Wait until what was sent before a pause has arrived. Returns the number of requests."""
+async def cut_all(engine: ExactEngine) -> None:
+    """Cut all answers off in a pause, once what was sent before it has arrived; wait a moment."""
     async with asyncio.timeout(60):
         before = -1
         while before != (before := engine.requests):  # noqa: ASYNC110
             await asyncio.sleep(0.3)
-    return before
+    engine.running.abort_all()
+    await asyncio.sleep(0.6)
+
+
+def started_in(pauses: list[tuple[float, float]], rows: list[dict[str, Any]]) -> list[str]:
+    """The calls of rows that started in pauses."""
+    calls = [(call["call_id"], call["started_at"]) for row in rows for call in row["calls"]]
+    return [name for name, at in calls if any(a < at.timestamp() < b for a, b in pauses)]
 
 
 def make_engine(lab: Lab, **more: Any) -> ExactEngine:
@@ -297,10 +305,9 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
             await until(lambda: engine.requests >= 12 and any(engine.running.tokens))
             engine.running.pause("keep")
             await policy.pause()
-            requests = await all_arrived(engine)
-            engine.running.abort_all()
-            await asyncio.sleep(0.6)
-            assert engine.requests == requests, "no call starts, not even the rest of an answer"
+            paused = time.time()
+            await cut_all(engine)
+            pause = paused, time.time()
             await policy.set_version(2)
             engine.running.set_version("2")
             engine.running.resume()
@@ -313,6 +320,7 @@ async def test_a_pause_stops_the_calls_of_all_workers_and_cut_answers_wait_for_i
     assert_all_tokens(groups, [one for one in truth if one.call_id in ids])
     assert any(one.finish == "abort" and one.sampled_ids for one in truth)
     assert any(group.versions == (1, 2) for group in groups)
+    assert started_in([pause], lab.rows()) == [], "no call, not even the rest of an answer"
 
 
 TRAINER = """
@@ -382,7 +390,7 @@ async def test_pauses_and_cut_answers_on_ray_workers(
     async with make_engine(lab, token_s=0.02, version_by="none") as engine:
         policy = policy_at(engine, lab, "vllm")
         async with open_stream(lab, policy, workers=2, limit=14) as stream:
-            groups = [await anext(stream)]
+            groups, pauses = [await anext(stream)], list[tuple[float, float]]()
             files = (lab.out / "journal").glob("*/alive")
             pids = [json.loads(path.read_bytes())["pid"] for path in files]
             stopped = next(pid for pid in pids if pid != os.getpid())
@@ -395,10 +403,9 @@ async def test_pauses_and_cut_answers_on_ray_workers(
             await policy.resume()
             for version in (2, 3):
                 await policy.pause()
-                requests = await all_arrived(engine)
-                engine.running.abort_all()
-                await asyncio.sleep(0.6)
-                assert engine.requests == requests, "no call starts in any worker"
+                paused = time.time()
+                await cut_all(engine)
+                pauses.append((paused, time.time()))
                 engine.running.set_version(str(version))
                 await policy.set_version(version)
                 await policy.resume()
@@ -411,6 +418,7 @@ async def test_pauses_and_cut_answers_on_ray_workers(
     assert_all_tokens(groups, [t for t in truth if t.call_id in ids], some_unknown=True)
     known = {v for g in groups for m in g.members for s in m.segments for v in s.version_ids}
     assert 3 in known, "the workers know what the trainer announces"
+    assert started_in(pauses, lab.rows()) == [], "no call in any worker"
     assert not any("redrawn_answers" in row["metrics"] for row in rows)
 
 
@@ -427,8 +435,7 @@ async def test_stale_rollouts_on_ray_workers_are_interrupted(
         more: dict[str, Any] = {"workers": 2, "limit": 4, "staleness": Staleness("cancel", 0)}
         async with open_stream(lab, policy, **more) as stream:
             engine.running.pause("keep")
-            before = engine.requests
-            await until(lambda: engine.requests == before + 16)
+            await until(lambda: len(engine.running.tokens) == 16)
             engine.running.set_version("2")
             await policy.set_version(2)
             assert [group async for group in stream] == [], "the frozen engine answered none"

@@ -15,11 +15,12 @@ class Relay:
 
     Args:
         port: where they go, on loopback.
-        delay_s: how much later what comes is passed on, each way.
     """
 
-    def __init__(self, port: int, delay_s: float = 0.0) -> None:
-        self._port, self._delay_s = port, delay_s
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.delay_s = 0.0
+        """How much later what comes is passed on, each way."""
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,8 +82,8 @@ class Relay:
         writing = asyncio.create_task(write())
         try:
             while data := await source.read(1 << 16):
-                queue.put_nowait((loop.time() + self._delay_s, data))
-            queue.put_nowait((loop.time() + self._delay_s, b""))
+                queue.put_nowait((loop.time() + self.delay_s, data))
+            queue.put_nowait((loop.time() + self.delay_s, b""))
             await writing
         finally:
             writing.cancel()

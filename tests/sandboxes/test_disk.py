@@ -102,7 +102,7 @@ async def two(small_disk: Path) -> AsyncIterator[Two]:
 
 async def test_one_sandbox_does_not_fill_the_machines_disk(two: Two, small_disk: Path) -> None:
     """It ends while there is room for the files of others, who go on; it is marked on its files."""
-    write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.04; done >big"
+    write = "for i in $(seq 20000); do head -c 1M /dev/zero; sleep 0.2; done >big"
     greedy, modest = two
     await modest.run("head -c 20M /dev/zero >file", timeout_s=20)
     await greedy.run("head -c 80M /dev/zero >first", timeout_s=20)

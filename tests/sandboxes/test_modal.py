@@ -163,13 +163,13 @@ WORKER = """
 import asyncio
 from hermes_rl.sandboxes import Modal, SandboxSpec, modal_cloud, remote
 
-remote.SILENCE_S, remote.PING_S = 3.0, 0.5
+remote.SILENCE_S, remote.PING_S = 8.0, 0.5
 modal_cloud.ENTRY = modal_cloud.ENTRY.replace("sleep 90", "sleep 2")
 
 async def main():
     sandbox = await Modal().lease(SandboxSpec(lease="doomed"))
     await sandbox.run("(setsid sleep 5000 &)", timeout_s=30)
-    await asyncio.sleep(5)
+    await asyncio.sleep(10)
     await sandbox.run("echo lives", timeout_s=30)
     print("ready", flush=True)
     await sandbox.run("sleep 5000", timeout_s=6000)
@@ -188,7 +188,7 @@ async def test_a_container_ends_without_its_worker(server: FakeModal) -> None:
     inside = processes.descendants(container.init)
     assert len(inside) > 3
     worker.send_signal(signal.SIGKILL)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(60):
         await worker.wait()
         await container.process.wait()
     assert not any(proc.alive() for proc in inside)

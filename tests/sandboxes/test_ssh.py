@@ -228,10 +228,10 @@ async def test_a_machine_that_falls_silent_is_given_up(
     machine: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hermes_rl.sandboxes.remote.PING_S", 0.2)
-    monkeypatch.setattr("hermes_rl.sandboxes.remote.SILENCE_S", 3.0)
+    monkeypatch.setattr("hermes_rl.sandboxes.remote.SILENCE_S", 6.0)
     async with Relay(machine.port) as relay, pool(relay.host(machine.host)) as backend:
         sandbox = await backend.lease(SandboxSpec(lease="silent"))
-        await sandbox.run("sleep 4", timeout_s=20)
+        await sandbox.run("sleep 7", timeout_s=20)
         waiting = asyncio.create_task(sandbox.run("sleep 100", timeout_s=200))
         await asyncio.sleep(0.1)
         relay.stall()
@@ -247,12 +247,13 @@ async def test_a_machine_that_falls_silent_is_given_up(
 async def test_time_limits_count_where_the_command_runs(machine: Sshd) -> None:
     """A slow line makes no command exceed its time, nor the next one see its output."""
     async with (
-        Relay(machine.port, delay_s=0.4) as relay,
+        Relay(machine.port) as relay,
         pool(relay.host(machine.host)) as backend,
         await backend.lease(SandboxSpec(lease="slow")) as sandbox,
     ):
-        assert (await sandbox.run("echo a", timeout_s=0.7)).output == "a\n"
-        late = await sandbox.run("echo b; sleep 50", timeout_s=0.2)
+        relay.delay_s = 1.0
+        assert (await sandbox.run("echo a", timeout_s=1.8)).output == "a\n"
+        late = await sandbox.run("echo b; sleep 50", timeout_s=1.5)
         assert (late.output, late.timed_out) == ("b\n", True)
         assert late.seconds < 30
         assert (await sandbox.run("echo c", timeout_s=5)).output == "c\n"

@@ -23,11 +23,11 @@ async def test_the_session_stays(each_bench: Any) -> None:
 
 async def test_a_timeout_is_124_and_keeps_what_was_printed(each_bench: Any) -> None:
     start = time.monotonic()
-    result = await each_bench("terminal", command="echo first; sleep 30", timeout=0.3)
+    result = await each_bench("terminal", command="echo first; sleep 30", timeout=1.5)
     assert time.monotonic() - start < 20
     assert result["output"] == "first\n"
     assert result["exit_code"] == 124
-    assert result["error"].startswith("timed out after 0.3 s")
+    assert result["error"].startswith("timed out after 1.5 s")
     assert (await each_bench("terminal", command="echo next"))["output"] == "next\n"
 
 
