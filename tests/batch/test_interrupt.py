@@ -82,7 +82,7 @@ async def test_ctrl_c_to_a_ray_run_reaches_no_worker(tmp_path: Path, server: Fak
     """A terminal sends Ctrl-C to Ray's processes, the workers and the sandboxes, too."""
     out = tmp_path / "run"
     ray = ("--workers", "2", "--concurrency", "4")
-    run = await kit.start_run(*kit.run_arguments(tmp_path, ROWS, server, *ray))
+    run = await kit.start_ray_run(out, *kit.run_arguments(tmp_path, ROWS, server, *ray))
     await kit.wait_for_requests(server, 6, run)
     os.killpg(run.pid, signal.SIGINT)
     assert await run.wait() == 130, run.errors

@@ -123,15 +123,12 @@ async def test_one_interrupt_ends_all_runs_and_nothing_runs_twice(tmp_path: Path
 async def test_an_interrupt_shows_in_the_report_when_no_unit_stays_open(tmp_path: Path) -> None:
     """A caller with further rounds, such as `hermes-rl eval`, must not begin the next one."""
 
-    class OnceAllRun(Shown):
-        def tick(self, view: View) -> None:
-            running = sum(one.running for one in (view, *view.others))
-            if not self.signals and running == AT_ONCE:
-                self.signals += 1
-                os.kill(os.getpid(), signal.SIGINT)
+    def interrupt_once_all_run(request: int) -> None:
+        if request == AT_ONCE:
+            os.kill(os.getpid(), signal.SIGINT)
 
-    async with FakeServer(FakeConfig(latency_s=0.5)) as server:
-        reports = await arun_jointly(two_models(tmp_path, server, 3), progress=OnceAllRun())
+    async with FakeServer(FakeConfig(gather=AT_ONCE), interrupt_once_all_run) as server:
+        reports = await arun_jointly(two_models(tmp_path, server, 3), progress=Progress())
         ended = {(one.done, one.stopped, one.exit_code) for one in reports.values()}
         assert ended == {(3, "interrupted", 130)}
         assert reports["a"].lines()[-1] == "interrupted. Resume with: the same command"

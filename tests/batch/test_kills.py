@@ -104,7 +104,7 @@ async def test_killed_while_merging(server: FakeServer, out: Path) -> None:
 
 async def test_driver_killed(out: Path, server: FakeServer, many_rows: Rows) -> None:
     """With a Ray of its own, whose agents would otherwise stay for a minute."""
-    run = await kit.start_run(*kit.run_arguments(out.parent, MANY, server, *RAY))
+    run = await kit.start_ray_run(out, *kit.run_arguments(out.parent, MANY, server, *RAY))
     await kit.wait_for_workers(out, 2, run)
     await kit.wait_for_requests(server, 17, run)
     assert len(kit.leftover_processes([run.mark], out)) > 3
