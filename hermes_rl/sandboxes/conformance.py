@@ -66,14 +66,6 @@ async def fails(attempt: Awaitable[object], kind: type[E]) -> E:
     raise AssertionError(f"expected {kind}")
 
 
-async def read_or_nothing(sandbox: Sandbox, path: str) -> bytes:
-    """A file, empty where there is none yet."""
-    try:
-        return await sandbox.read_file(path)
-    except FileNotFoundError:
-        return b""
-
-
 async def printed_by(process: Process, least: int) -> bytes:
     """What a process prints, until there are so many bytes of it, or it has ended."""
     output = b""
@@ -246,10 +238,9 @@ async def cancelled_commands_end(backend: SandboxBackend) -> None:
     sleep, count = _sleep()
     async with leased_sandbox(backend) as sandbox:
         await expect(sandbox, "export A=1", "")
+        begun = await sandbox.start_process("until [ -s mark ]; do sleep 0.05; done")
         task = asyncio.create_task(sh(sandbox, f"echo x >mark; {sleep}"))
-        async with asyncio.timeout(TIMEOUT_S):
-            while await read_or_nothing(sandbox, "mark") != b"x\n":  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        assert await begun.wait(TIMEOUT_S) == 0
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

@@ -40,15 +40,19 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self.idle.now
 
 
-def in_simulated_time(test):
-    """Run a test that uses sockets of its own process on a `SimulatedLoop`."""
+def in_simulated_time(test, patience_s=0.0):
+    """Run a test on a `SimulatedLoop`."""
 
     @functools.wraps(test)
     def run(*args, **named):
-        with asyncio.Runner(loop_factory=lambda: SimulatedLoop(0.03)) as runner:
+        with asyncio.Runner(loop_factory=lambda: SimulatedLoop(patience_s)) as runner:
             runner.run(test(*args, **named))
 
     return run
+
+
+with_sockets = functools.partial(in_simulated_time, patience_s=0.03)
+"""For a test that uses sockets of its own process."""
 
 
 def loop_clock():

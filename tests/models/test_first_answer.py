@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from simulated_time import in_simulated_time
+from simulated_time import with_sockets
 
 from hermes_rl import errors as e
 from hermes_rl.events import CallEnded
@@ -26,7 +26,7 @@ def dead(kind):
 
 
 @pytest.mark.parametrize("fault", ["server_error", "garbage", "reset", "held"])
-@in_simulated_time
+@with_sockets
 async def test_endpoint_that_never_answers_is_given_up_early(kit, stage, fault):
     """Errors, web pages, lost connections and silence alike, for all calls at once."""
     config = {"hold_at": 1} if fault == "held" else {"faults": FaultPlan(rates={fault: 1.0})}
@@ -42,7 +42,7 @@ async def test_endpoint_that_never_answers_is_given_up_early(kit, stage, fault):
         assert all(str(one).count("127.0.0.1") <= 1 for one in ended)
 
 
-@in_simulated_time
+@with_sockets
 async def test_silence_after_an_error_names_the_endpoint_once(kit, stage):
     async with stage() as s:
         server = await s.server(hold_at=2, faults=FaultPlan(rates={"reset": 1.0}))
@@ -87,7 +87,7 @@ async def test_endpoint_that_answered_once_gets_the_outage_limit(kit, stage):
         assert await task
 
 
-@in_simulated_time
+@with_sockets
 async def test_busy_local_server_is_waited_for(kit, stage):
     """It answers no call for longer than silence may last, but it lists its models."""
     async with stage() as s:
@@ -120,7 +120,7 @@ class Remote:
         self.api_mode, self.endpoint = client.api_mode, client.endpoint
 
 
-@in_simulated_time
+@with_sockets
 async def test_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
     """After half the time without a byte the model gets a short probe, once, beside the queue."""
     slow = [UserMessage(content='SCRIPT: [{"text": "done", "latency_s": 1.5}]')]
@@ -133,7 +133,7 @@ async def test_slow_model_that_answers_a_probe_is_waited_for(kit, stage):
         assert sorted(start.purpose for start in s.events.starts) == ["agent"] * 3 + ["probe"]
 
 
-@in_simulated_time
+@with_sockets
 async def test_first_streamed_text_marks_the_endpoint_alive(kit, stage):
     """It stalls in the middle for longer than silence may last, and is not taken for silence."""
     plan = FaultPlan(rates={"stall_mid": 1.0}, stall_s=2.0)
@@ -171,7 +171,7 @@ async def test_cancelled_call_of_a_silent_model_is_recorded(
         assert s.outcomes == ([] if full else ["cancelled"])
 
 
-@in_simulated_time
+@with_sockets
 async def test_fallback_is_used_if_the_first_model_never_answers(kit, stage):
     async with stage() as s:
         silent, sound = await s.server(hold_at=1), await s.server()

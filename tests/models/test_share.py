@@ -5,9 +5,10 @@ import time
 from contextlib import AsyncExitStack
 
 import pytest
+from simulated_time import in_simulated_time, loop_clock
 
 from hermes_rl.errors import ModelError, Outage, ServerError
-from hermes_rl.models.calls import Clock, ModelCaller, RetryPolicy, Route
+from hermes_rl.models.calls import ModelCaller, RetryPolicy, Route
 from hermes_rl.models.rate import Coordinator, Share, Spend
 
 
@@ -80,20 +81,14 @@ async def test_single_process_needs_no_coordinator():
 
 
 @pytest.mark.parametrize(("others", "raised"), [(True, ServerError), (False, Outage)])
+@in_simulated_time
 async def test_answers_to_other_workers_distinguish_outage_from_bad_request(kit, others, raised):
     """One unit draws 500s only. If another worker gets answers, the unit fails and the run
     continues. If no call is answered, it is an outage."""
-
-    def fast():
-        return 30 * time.monotonic()
-
-    async def sleep(seconds):
-        await asyncio.sleep(seconds / 30)
-
-    clock = Clock(monotonic=fast, sleep=sleep)
-    coordinator = coordinate(8, clock=fast)
+    clock = loop_clock()
+    coordinator = coordinate(8, clock=clock.monotonic)
     async with AsyncExitStack() as stack:
-        shares = [Share(f"1-{n}", tick_s=0.02, clock=fast) for n in range(2)]
+        shares = [Share(f"1-{n}", clock=clock.monotonic) for n in range(2)]
         here, there = [share.limiter("h", "K", "m") for share in shares]
         for share in shares:
             await stack.enter_async_context(share.coordinated(coordinator.handle))
@@ -105,13 +100,11 @@ async def test_answers_to_other_workers_distinguish_outage_from_bad_request(kit,
             calling = ModelCaller([good], kit.Events(), policy, clock=clock)
             while True:
                 await calling.call(kit.request(), turn=1)
+                await asyncio.sleep(0.1)
 
         beside = [asyncio.create_task(busy())] if others else []
-        async with asyncio.timeout(60):
-            with pytest.raises(ModelError) as failed:
-                await ModelCaller([bad], kit.Events(), policy, clock=clock).call(
-                    kit.request(), turn=1
-                )
+        with pytest.raises(ModelError) as failed:
+            await ModelCaller([bad], kit.Events(), policy, clock=clock).call(kit.request(), turn=1)
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)

@@ -9,7 +9,7 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
-from simulated_time import in_simulated_time
+from simulated_time import with_sockets
 
 from hermes_rl import errors as e
 from hermes_rl.models import Endpoint, Timeouts, connect
@@ -56,7 +56,7 @@ def head(*lines, version="1.1"):
 
 
 @TRANSPORTS
-@in_simulated_time
+@with_sockets
 async def test_slow_answer_is_read_while_it_makes_progress(kit, transport):
     """There is no limit on the whole call."""
     pieces = [head(f"content-length: {len(ANSWER)}"), ANSWER[:9], ANSWER[9:40], ANSWER[40:]]

@@ -192,5 +192,5 @@ async def compute_reward(self, task, trajectory, ctx):
         while b"loading" not in await process.stderr.readline():
             pass
     process.send_signal(signal.SIGINT)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(45):
         assert await process.wait() == 130

@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestServer
 from engines_kit import FREE, ROUTES, WIRES, engine_at, request_of, script, user_turn
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_time import with_sockets
 
 from hermes_rl.config_endpoint import EndpointSection
 from hermes_rl.errors import AuthError, ProtocolError, UserError
@@ -339,11 +340,11 @@ async def test_wrong_tokenizer_is_detected(tmp_path):
             await search.plan("vllm")
 
 
-async def test_an_engine_that_is_paused_at_the_start_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("hermes_rl.models.providers.probe.CALL_S", 0.05)
+@with_sockets
+async def test_an_engine_that_is_paused_at_the_start_is_named(tmp_path):
     async with engine_at(tmp_path / "t") as engine:
         engine.running.pause("keep")
-        with pytest.raises(UserError, match=r"no answer within 0\.05 s\. Is the engine paused"):
+        with pytest.raises(UserError, match=r"no answer within 60 s\. Is the engine paused"):
             await search_at(engine).plan("auto")
 
 
