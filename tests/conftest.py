@@ -63,6 +63,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "rl/test_streams.py",
         "rl/test_live.py",
         "rl/test_weight_updates.py",
+        "rollout/test_secrets.py",
     ),
     # Sandboxes of one ordinary user share the limits of that user.
     "ordinary user": (

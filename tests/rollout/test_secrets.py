@@ -113,9 +113,17 @@ def hermes(*arguments: str, key: str = CANARY) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_printed_key_is_in_no_file_of_the_run(server: str, tmp_path: Path, workers: int) -> None:
+def test_a_printed_key_is_in_no_file_of_the_run(
+    server: str,
+    tmp_path: Path,
+    workers: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import pyarrow.parquet as pq
 
+    if workers:
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster")["RAY_ADDRESS"])
     out = run_that_prints_its_key(server, tmp_path, workers)
     assert found_in(out, CANARY) == []
     [part] = (out / "trajectories").glob("*.parquet")
