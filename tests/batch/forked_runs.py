@@ -1,19 +1,21 @@
 """A server that forks commands: a start costs milliseconds instead of the imports of a run.
 
 Each connection to its Unix socket starts one process. The client sends a
-request, a line of JSON, with the write ends of two pipes. It receives two lines: the id of the
+request, a line of JSON, with descriptors for its output. It receives two lines: the id of the
 process, and its exit code once it has ended, negative after a signal. The server ends with its
 standard input.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import selectors
 import signal
 import socket
 import sys
+import termios
 import time
 import traceback
 from functools import cache
@@ -44,16 +46,19 @@ def run(request: dict[str, Any], outputs: list[int]) -> NoReturn:
     Args:
         request: `arguments`, `cwd` and `env`, all of it. `HERMES_TEST_CLOCK=SECONDS` makes the
             time of day jump by so many seconds after a second.
-        outputs: for standard output and standard error.
+        outputs: for standard output and standard error, after one for standard input if it has any.
+            A terminal there becomes its controlling terminal.
     """
     code = 1
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for standard, descriptor in enumerate([nothing, *outputs]):
+        for standard, descriptor in enumerate([nothing, *outputs][-3:]):
             os.dup2(descriptor, standard)
             os.close(descriptor)
+        if os.isatty(0):
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
         sys.stderr = os.fdopen(2, "w", errors="backslashreplace", buffering=1)
         os.chdir(request["cwd"])
@@ -62,6 +67,8 @@ def run(request: dict[str, Any], outputs: list[int]) -> NoReturn:
         if jump := float(os.environ.pop("HERMES_TEST_CLOCK", "0")):
             jump_clock(jump)
         code = main(request["arguments"])
+    except SystemExit as ended:  # after a signal
+        code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -88,13 +95,17 @@ def load_s3() -> None:
 
 def fork(client: socket.socket) -> tuple[int, int]:
     """Start the run of a request. Returns its id and a descriptor that is readable at its end."""
-    request, outputs, _, _ = socket.recv_fds(client, REQUEST_BYTES, 2)
+    request, outputs, _, _ = socket.recv_fds(client, REQUEST_BYTES, 3)
     while not request.endswith(b"\n"):
         request += client.recv(REQUEST_BYTES)
     wanted = json.loads(request)
     # For this process and the next ones.
     if "RAY_ADDRESS" in wanted["env"]:
         import ray  # noqa: F401  # half a second
+    if wanted["arguments"][0] == "chat":
+        import prompt_toolkit.patch_stdout  # noqa: F401
+
+        from hermes_rl import AIAgent  # noqa: F401
     if wanted["arguments"][0] in ("api", "env"):
         from hermes_rl.rl import run_api  # noqa: F401  # one second
     if "AWS_ENDPOINT_URL" in wanted["env"]:

@@ -12,17 +12,30 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
 
 class Forked:
-    """A process that the fork server started, with the methods of `subprocess.Popen`."""
+    """A process that the fork server started, with the methods of `subprocess.Popen`.
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+    Args:
+        terminal: what it reads from and writes to, in place of a pipe.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        terminal: int | None = None,
+    ) -> None:
         readable, writable = os.pipe()
         outputs = [writable, os.dup(2)]
+        if terminal is not None:
+            os.close(writable)
+            outputs = [os.dup(terminal) for _ in range(3)]
         self.pid, self._end = ForkServer.of_this_process().fork(arguments, env, outputs, cwd)
         self.stdout = os.fdopen(readable)
         self.returncode: int | None = None
@@ -132,11 +145,15 @@ class ForkServer:
 
 
 def call(
-    arguments: Sequence[str], cwd: Path, env: Mapping[str, str] = os.environ
+    arguments: Sequence[str], cwd: Path, env: Mapping[str, str] = os.environ, typed: str = ""
 ) -> tuple[int, str, str]:
-    """Run `hermes-rl ARGUMENTS` to its end. Returns its exit code and its output."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        outputs = [os.dup(file.fileno()) for file in (out, errors)]
+    """Run `hermes-rl ARGUMENTS` to its end, with an input. Returns its exit code and its output."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
+        entered, out, errors = files
+        entered.write(typed)
+        entered.seek(0)
+        outputs = [os.dup(file.fileno()) for file in files]
         _, end = ForkServer.of_this_process().fork(arguments, env, outputs, cwd)
         with end:
             code = int(end.recv(64))

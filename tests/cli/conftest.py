@@ -10,7 +10,7 @@ import pytest
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+    sys.path[:0] = [HERE, str(Path(__file__).parents[1] / "batch")]  # the latter for forks
 
 from cli_runner import ORACLE, run_cli  # noqa: E402
 

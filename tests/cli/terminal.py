@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pyte
+from cli_runner import COMMAND
+from forks import Forked
 
 WAIT_S = 240.0
 """After which a program hangs, on a machine that is far slower and busier than this one."""
@@ -23,21 +25,23 @@ ENTER, CTRL_C, CTRL_D, NEW_LINE = "\r", "\x03", "\x04", "\x1b\r"
 
 
 class Terminal:
-    """Starts a program in a terminal.
+    """Starts `hermes-rl ARGUMENTS` in a terminal.
 
     Args:
         columns, lines: of the terminal.
-        env: on top of the environment.
+        env: its environment.
+        interpreter: in an interpreter of its own, which reads its locale.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        arguments: Sequence[str],
         *,
         cwd: Path,
         env: dict[str, str],
         columns: int = 100,
         lines: int = 60,
+        interpreter: bool = False,
     ) -> None:
         self.screen = pyte.Screen(columns, lines)
         self.screen.write_process_input = self._answer  # to questions about the cursor
@@ -46,16 +50,21 @@ class Terminal:
         self.raw = b""
         self._master, child = pty.openpty()
         self.resize(columns, lines)
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={"TERM": "xterm-256color", **env},
-            stdin=child,
-            stdout=child,
-            stderr=child,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
+        env = {"TERM": "xterm-256color", **env}
+        self.process: subprocess.Popen[bytes] | Forked
+        if interpreter:
+            self.process = subprocess.Popen(
+                [COMMAND, *arguments],
+                cwd=cwd,
+                env=env,
+                stdin=child,
+                stdout=child,
+                stderr=child,
+                start_new_session=True,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            )
+        else:
+            self.process = Forked(arguments, env, cwd, child)
         os.close(child)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -116,7 +125,7 @@ class Terminal:
         return self.process.wait(timeout=WAIT_S)
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        if self.process.returncode is None:
             self.process.kill()
         self.process.wait()
         if self._master >= 0:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 from cli_runner import COMMAND, clean_environment
 from terminal import CTRL_C, CTRL_D, ENTER, WAIT_S, Terminal
@@ -51,26 +52,20 @@ class Place:
         return ("--model", "m", "--base-url", self.base_url)
 
     def command(self, *arguments: str) -> list[str]:
-        return [COMMAND, "chat", *self.model, *arguments]
+        return ["chat", *self.model, *arguments]
 
     def open(self, *arguments: str, **settings: Any) -> Terminal:
-        env = {**self.env, **settings.pop("env", {})}
-        terminal = Terminal(self.command(*arguments), cwd=self.folder, env=env, **settings)
+        changed = settings.pop("env", {})
+        settings |= {"env": {**self.env, **changed}, "interpreter": "LC_ALL" in changed}
+        terminal = Terminal(self.command(*arguments), cwd=self.folder, **settings)
         terminal.wait_for("/help lists commands")
         terminal.wait_for(">")
         return terminal
 
     def ask(self, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=self.env,
-            input=typed,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
+        command = self.command(*arguments)
+        found = forks.call(command, self.folder, self.env, typed)
+        return subprocess.CompletedProcess(command, *found)
 
     def store(self) -> SessionStore:
         return SessionStore(self.folder / "hermes-rl" / "sessions.db")
