@@ -209,7 +209,7 @@ def is_local_name(host: str, more: Iterable[str] = ()) -> bool:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address, or on all of them if `host` is empty.
+    """Return a socket that listens on an address, or on all IPv4 addresses if `host` is empty.
 
     Args:
         port: 0 takes a free one.
