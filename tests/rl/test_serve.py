@@ -132,8 +132,12 @@ async def test_rescaled_forks_give_a_stock_trainer_our_advantages(lab: Lab, tmp_
         tuple(i for i, t in zip(s["input_ids"], s["loss_mask"], strict=True) if t) for s in segments
     )
     assert Counter(ids for group in learner.groups for ids in trained(group)) == stored
-    advantages = {row["task_id"]: row["grpo"] for row in run.arrow("groups").to_pylist()}
-    expected = sorted(advantages["n0"] + [advantages["n0"][0], advantages["n0"][2]]) * 6
+    advantages = {
+        member: advantage
+        for row in run.arrow("groups").to_pylist()
+        for member, advantage in zip(row["trajectory_ids"], row["grpo"], strict=True)
+    }
+    expected = [advantages[s["trajectory_id"]] for s in segments]
     got = []
     for group in learner.groups:
         assert len(group["tokens"]) == SIZE
