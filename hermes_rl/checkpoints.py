@@ -1,10 +1,11 @@
 """Checkpoints: the state of a unit's rollout, from which a later attempt resumes: after a turn, or
-at the agent's end, before judges are called and when they fail.
+at the agent's end, before judges are called, after each of their replies and when they fail.
 
 `checkpoints/UNIT/TURN-EPOCH-ATTEMPT/` of a run directory holds `checkpoint.json` (messages and
 events, budget, the agent's state) and `sandbox/`, a snapshot of files and shell. At the agent's end
-its name ends with the number of events and `-ended`, and it has no snapshot. A folder appears whole
-or not at all; the latest of a unit counts. They are deleted once the unit has a final row.
+its name ends with `-EVENTS-REPLIES-ended`, the numbers of events and of judges' replies, and it has
+no snapshot. A folder appears whole or not at all; the latest of a unit counts. They are deleted
+once the unit has a final row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hermes_rl.agent import AgentResult, Progress
 from hermes_rl.errors import CAUSES, SandboxError
 from hermes_rl.events import AttemptKey, Begun, Ended, Event, MessageAdded, Resumed, whole_rollout
 from hermes_rl.identity import trajectory_id
-from hermes_rl.judging import Verdict, Verdicts
+from hermes_rl.judging import Reply
 from hermes_rl.messages import Message
 from hermes_rl.sandboxes import Sandbox
 from hermes_rl.text import SECRETS
@@ -47,14 +48,14 @@ class AgentEnd(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     active_seconds: float
     metrics: dict[str, float]
-    verdicts: dict[str, Verdict] = {}
-    """Those that judges gave (`Verdicts`)."""
+    replies: dict[str, list[Reply]] = {}
+    """Those of judges (`Replies.received`)."""
 
     @classmethod
-    def of(cls, result: AgentResult, verdicts: Verdicts) -> AgentEnd:
-        """The end of an agent, and the verdicts on its answer so far."""
+    def of(cls, result: AgentResult, replies: Mapping[str, list[Reply]]) -> AgentEnd:
+        """The end of an agent, and the replies of judges about its answer so far."""
         made = msgspec.convert(result, cls, from_attributes=True)
-        return msgspec.structs.replace(made, verdicts=dict(verdicts))
+        return msgspec.structs.replace(made, replies=dict(replies))
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         if self.ended is None:
             return None
         ended = msgspec.structs.asdict(self.ended)
-        del ended["verdicts"]
+        del ended["replies"]
         return AgentResult(messages=self.messages, **ended)
 
     def resumed(self) -> Resumed:
@@ -153,10 +154,14 @@ class Checkpoints:
             spent=dict(spent),
         )
         unit = self.folder / key.unit_id
-        end = "" if checkpoint.ended is None else f"-{len(kept):06}{_ENDED}"
-        name = f"{checkpoint.turn:06}-{key.epoch}-{key.attempt}{end}"
+        name = f"{checkpoint.turn:06}-{key.epoch}-{key.attempt}"
+        if checkpoint.ended is not None:
+            replies = sum(map(len, checkpoint.ended.replies.values()))
+            name += f"-{len(kept)}-{replies}{_ENDED}"
         half = unit / f".{name}"
         try:
+            if await asyncio.to_thread((unit / name).exists):
+                return True  # nothing has happened since
             text = msgspec.json.encode(SECRETS.scrub_record(checkpoint))
             await asyncio.to_thread(_clear, half)
             if sandbox is not None and not await sandbox.snapshot(half / _SANDBOX):
@@ -178,7 +183,8 @@ class Checkpoints:
         return await asyncio.to_thread(self._find, unit_id)
 
     def _find(self, unit_id: str) -> Found | None:
-        for path in sorted((self.folder / unit_id).glob("[0-9]*-*-*"), reverse=True):
+        paths = (self.folder / unit_id).glob("[0-9]*-*-*")
+        for path in sorted(paths, key=_numbers, reverse=True):
             try:
                 checkpoint = _decode((path / _FILE).read_bytes())
             except (OSError, msgspec.DecodeError) as error:
@@ -231,6 +237,10 @@ def _keep_ended(unit: Path) -> None:
         unit.rmdir()
 
 
+def _numbers(path: Path) -> list[int]:
+    return [int(part) for part in path.name.split("-") if part.isdecimal()]
+
+
 def _clear(half: Path) -> None:
     shutil.rmtree(half, ignore_errors=True)  # of an attempt that was killed
     half.mkdir(parents=True)
@@ -241,8 +251,7 @@ def _finish(half: Path, whole: Path, text: bytes) -> None:
     (half / _FILE).write_bytes(text)
     for path in (*half.rglob("*"), half):
         _sync(path)
-    if not whole.exists():  # else nothing has happened since
-        half.rename(whole)
+    half.rename(whole)
     _sync(whole.parent)
     for other in whole.parent.iterdir():
         if other != whole:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from hermes_rl.agent import Caller
 from hermes_rl.errors import CAUSES, ModelError, NoVerdict, UserError
-from hermes_rl.events import RewardPart
+from hermes_rl.events import Purpose, RewardPart
 from hermes_rl.messages import (
     AssistantMessage,
     Message,
@@ -183,13 +183,64 @@ class Verdict:
         return RewardPart(name=name, score=score, weight=weight, turn=turn, detail=text)
 
 
-Verdicts = dict[str, Verdict]
-"""The verdicts on one answer: `SCORER-JUDGE`, the indices in `score` and `scoring.judges`."""
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a judge replied, as far as its verdict depends on that."""
+
+    content: str
+    served_model: str | None
+
+
+@dataclass
+class Replies:
+    """The replies of judges about one answer, also those to earlier attempts."""
+
+    received: dict[str, list[Reply]] = field(default_factory=dict)
+    """By name of the judge in this grading."""
+    save: Callable[[], Awaitable[None]] | None = None
+    """Called after each reply, before the next call of that judge."""
+
+
+@dataclass(frozen=True)
+class _RepliesFirst:
+    """Calls a judge only for replies that it has not given yet, and saves each one.
+
+    Args:
+        caller: calls the judge.
+        name: of the judge in `replies`.
+    """
+
+    caller: Caller
+    replies: Replies
+    name: str
+
+    async def call(
+        self, request: ModelRequest, *, turn: int, purpose: Purpose = "judge", agent: str = "judge"
+    ) -> Completion:
+        received = self.replies.received.setdefault(self.name, [])
+        number = sum(isinstance(message, AssistantMessage) for message in request.conversation)
+        if number < len(received):
+            known = received[number]
+            message = AssistantMessage(content=known.content)
+            return Completion(message, None, None, served_model=known.served_model)
+        made = await self.caller.call(request, turn=turn, purpose=purpose, agent=agent)
+        received.append(Reply(content=made.message.content, served_model=made.served_model))
+        if self.replies.save is not None:
+            await self.replies.save()
+        return made
 
 
 @dataclass(frozen=True)
 class Judge(ModelHandle):
     """A model that judges."""
+
+    def resuming(self, replies: Replies, name: str) -> Judge:
+        """The same judge for one verdict, which is not called for replies that it gave already.
+
+        Args:
+            replies: takes further ones.
+            name: of this judge there.
+        """
+        return replace(self, _caller=_RepliesFirst(self._caller, replies, name))
 
     async def verdict(
         self,

@@ -37,6 +37,7 @@ from hermes_rl.agent import (
     wall_limit,
     with_services,
 )
+from hermes_rl.aio import to_end
 from hermes_rl.checkpoints import AgentEnd, Checkpoint, Found
 from hermes_rl.definitions import sandbox_limits_of
 from hermes_rl.errors import (
@@ -54,7 +55,7 @@ from hermes_rl.errors import (
 )
 from hermes_rl.events import AttemptKey, EventLog, Graded
 from hermes_rl.identity import trajectory_id
-from hermes_rl.judging import Verdicts
+from hermes_rl.judging import Replies
 from hermes_rl.messages import Message, with_unique_ids
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import Recorder, WorkItem
@@ -86,8 +87,8 @@ class Stage:
     log: EventLog
     budget: Budget | None = None
     """What the attempt may spend, on all models together."""
-    verdicts: Verdicts = field(default_factory=dict)
-    """Those of judges on its answer, also in earlier attempts."""
+    replies: Replies = field(default_factory=Replies)
+    """Those of judges about its answer."""
 
 
 class Episode:
@@ -137,7 +138,7 @@ class Episode:
         stage = self.stage
         answer = Answer(result.final_response or "", self._messages)
         return await grade_task(
-            stage.context, stage.item, stage.log, sandbox, answer, stage.budget, stage.verdicts
+            stage.context, stage.item, stage.log, sandbox, answer, stage.budget, stage.replies
         )
 
 
@@ -334,6 +335,8 @@ class _Attempt:
         """The task is set up already."""
         self._to_grade: tuple[Sandbox | None, AgentResult] | None = None
         """The agent has ended: its sandbox and result."""
+        self._keeping = asyncio.Lock()
+        """Held while that is saved."""
         stage = self.stage = episode.stage
         self.context, self.item, self.task, self.log = (
             stage.context, stage.item, stage.task, stage.log,
@@ -381,7 +384,7 @@ class _Attempt:
                     self.log.record(await self._leased(sandbox, seconds))
             result = await self._agent(sandbox, seconds, checkpoint)
             if any(scorer.type == "judge" for scorer in self.task.score):
-                await self._keep_ended(sandbox, result)  # a kill from here on repeats judges only
+                await self._keep_ended(sandbox, result)  # a kill from here on repeats no answer
             self.log.record(await self._graded(sandbox, result))
             return result
         finally:
@@ -449,7 +452,7 @@ class _Attempt:
         """Resume from a checkpoint: its messages, and what the unit had spent."""
         self.log.record(checkpoint.resumed())
         if checkpoint.ended is not None:
-            self.stage.verdicts.update(checkpoint.ended.verdicts)
+            self.stage.replies.received.update(checkpoint.ended.replies)
         if self.stage.budget is not None:
             self.stage.budget.charge(checkpoint.spent)
 
@@ -469,14 +472,16 @@ class _Attempt:
         )
 
     async def _keep_ended(self, sandbox: Sandbox | None, result: AgentResult) -> None:
-        """Keep a finished rollout without its grade, so that its next attempt calls only judges
-        without a verdict. Not where its sandbox is graded or kept, nor with token ids: a resumed
-        attempt trains on its own answers only."""
+        """Keep a finished rollout without its grade, so that its next attempt makes only calls of
+        judges without a reply. Not where its sandbox is graded or kept, nor with token ids: a
+        resumed attempt trains on its own answers only."""
         graded_inside = self.task.verify or any(s.type == "code" for s in self.task.score)
         workspace = sandbox is not None and self.context.workspaces is not None
         exact = any(isinstance(event, ev.TokensAdded) for event in self.log.events)
         if not (graded_inside or workspace or exact):
-            await self._checkpoint(None, AgentEnd.of(result, self.stage.verdicts))
+            async with self._keeping:  # several judges may reply at the same time
+                ended = AgentEnd.of(result, self.stage.replies.received)
+                await to_end(self._checkpoint(None, ended))
 
     def _is_sandboxed(self) -> bool:
         """Raises: TaskFault for a task that needs a sandbox in an environment without."""
@@ -504,6 +509,7 @@ class _Attempt:
     async def _graded(self, sandbox: Sandbox | None, result: AgentResult) -> ev.Graded:
         """The reward; what the rollout left is kept either way. Raises: HermesError."""
         state, self._to_grade = self._state_left(), (sandbox, result)
+        self.stage.replies.save = partial(self._keep_ended, sandbox, result)
         try:
             graded = await self.episode.grade(sandbox, result)
         except VerifierFault:

@@ -24,6 +24,7 @@ from hermes_rl.definitions import sampling_of, sent_seed
 from hermes_rl.errors import (
     CAUSES,
     HermesError,
+    NoVerdict,
     SandboxDied,
     SandboxStartError,
     TaskFault,
@@ -31,7 +32,7 @@ from hermes_rl.errors import (
     cause_of,
 )
 from hermes_rl.events import CallStarted, EventLog, Graded, RewardPart
-from hermes_rl.judging import Judge, Verdict, Verdicts
+from hermes_rl.judging import Judge, Replies, Verdict
 from hermes_rl.models.rate import Budget
 from hermes_rl.ports import WorkItem
 from hermes_rl.sandboxes import GradingResult, GradingSpec, Sandbox
@@ -97,12 +98,12 @@ async def grade_task(
     sandbox: Sandbox | None,
     answer: Answer,
     budget: Budget | None = None,
-    verdicts: Verdicts | None = None,
+    replies: Replies | None = None,
 ) -> Graded:
     """Compute the reward of a task of a dataset: its verifier and its scorers, by weight.
 
     Args:
-        verdicts: of an earlier attempt, whose judges are not called; takes those of others.
+        replies: of judges to earlier attempts; takes and saves further ones.
         log: takes the calls of judges.
         sandbox: the rollout's; None if no part of the task needs one.
 
@@ -120,8 +121,7 @@ async def grade_task(
         return graded
     began, parts, metrics = time.monotonic(), list(graded.rewards), dict[str, float]()
     rewards = [] if graded.reward is None else [(graded.reward, 1.0)]
-    known = {} if verdicts is None else verdicts
-    scoring = _Scoring(context, item, log, sandbox, answer, budget, known)
+    scoring = _Scoring(context, item, log, sandbox, answer, budget, replies or Replies())
     for number, scorer in enumerate(task.score):
         score = await scoring.score(scorer, number, metrics)
         metrics.update({f"{scorer.name}_{name}": x for name, x in score.metrics.items()})
@@ -152,7 +152,7 @@ class _Scoring:
     sandbox: Sandbox | None
     answer: Answer
     budget: Budget | None
-    verdicts: Verdicts
+    replies: Replies
 
     async def score(self, scorer: Scorer, number: int, metrics: dict[str, float]) -> Score:
         kind, options, text = scorer.type, scorer.options, self.answer.text
@@ -193,15 +193,17 @@ class _Scoring:
             data["reference answer"] = options["target"]
         data["answer to judge"] = self.answer.text
 
-        async def decide(judge: Judge, key: str) -> Verdict:
-            if key not in self.verdicts:
-                self.verdicts[key] = await judge.verdict(
-                    options["rubric"], data, choices=tuple(scores)
-                )
-            return self.verdicts[key]
+        async def decide(judge: Judge, name: str) -> Verdict:
+            judge = judge.resuming(self.replies, name)
+            try:
+                return await judge.verdict(options["rubric"], data, choices=tuple(scores))
+            except NoVerdict as error:
+                if error.__cause__ is None:  # no call failed: the next attempt needs other replies
+                    self.replies.received.pop(name, None)
+                raise
 
         deciding = (decide(judge, f"{number}-{index}") for index, judge in enumerate(judges))
-        # One that fails does not cancel the others, whose verdicts are kept.
+        # One that fails does not cancel the others, whose replies are kept.
         ended = await asyncio.gather(*deciding, return_exceptions=True)
         if failed := [one for one in ended if isinstance(one, BaseException)]:
             raise min(failed, key=_can_continue)

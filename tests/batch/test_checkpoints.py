@@ -271,7 +271,15 @@ async def test_an_answer_outlives_its_judge(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-async def test_a_kill_while_judges_decide_repeats_only_judges(tmp_path: Path) -> None:
+def saved_replies(folder: Path) -> int:
+    """Units of which a reply of a judge is saved."""
+    names = [path.parent.name for path in checkpoints(folder) if path.name.endswith("-1-ended")]
+    return len(set(names))
+
+
+async def test_a_kill_while_judges_decide_repeats_only_their_calls_in_flight(
+    tmp_path: Path,
+) -> None:
     tasks = [kit.make_task(n) | {"score": {"type": "judge", "rubric": "Good?"}} for n in range(2)]
     for task in tasks:
         del task["verify"]
@@ -286,17 +294,65 @@ async def test_a_kill_while_judges_decide_repeats_only_judges(tmp_path: Path) ->
             return kit.run_arguments(tmp_path, tasks, server, "--workers", "0", "--set", judges)
 
         run = await kit.start_run(*command(silent.base_url))
-        await kit.wait_for(run, lambda: silent.in_flight == 2 and len(server.entries) == 8)
+        await kit.wait_for(run, lambda: silent.in_flight == 2 and saved_replies(tmp_path) == 2)
         kit.kill(run.pid)
         await run.wait()
-        assert len(checkpoints(tmp_path)) == 2
         kept = shutil.copytree(tmp_path / "run/checkpoints", tmp_path / "kept")
         await kit.finish_run(*command(server.base_url))
         assert not (tmp_path / "run/checkpoints").exists()
         shutil.copytree(kept, tmp_path / "run/checkpoints")  # as of a kill just after the rows
         (foreign := tmp_path / "run/checkpoints/.nfs1").touch()
         await kit.finish_run(*command(server.base_url))
-    assert Counter(entry.model for entry in server.entries) == {"fake": 6, "other": 4, "critic": 2}
+    assert Counter(entry.model for entry in server.entries) == {"fake": 6, "other": 2, "critic": 2}
     for row in kit.final_rows(tmp_path / "run").values():
-        assert (row["reward"], resumed_turns(row), len(row["calls"])) == (1.0, 3, 2)
+        assert (row["reward"], resumed_turns(row), len(row["calls"])) == (1.0, 3, 1)
     assert [*foreign.parent.iterdir()] == [foreign]
+
+
+class KillingCritic:
+    """A judge whose first reply is malformed. Each request reaches it twice, because it kills the
+    run at the first one."""
+
+    def __init__(self) -> None:
+        self.runs: list[kit.RunProcess] = []
+        self.served = Counter[tuple[str, ...]]()
+
+    def play(self, request: ServedRequest) -> str:
+        texts = tuple(text_of(message) for message in request.messages)
+        self.served[texts] += 1
+        if self.runs and self.served[texts] == 1:
+            kit.kill(self.runs[-1].pid)
+        is_first = "Good?" in texts[1] and len(texts) == 2
+        return "No idea." if is_first else judge(request)
+
+
+async def test_no_reply_of_a_judge_is_paid_twice_in_a_run_that_is_killed(tmp_path: Path) -> None:
+    """Killed at each request to a judge, it repeats only that request, and its row is that of a run
+    that was not killed, apart from the columns that are about its calls."""
+    rubrics = [{"type": "judge", "name": name, "rubric": f"{name}?"} for name in ("Good", "Short")]
+    task = kit.make_task(1) | {"score": rubrics}
+    del task["verify"]
+    rows = []
+    for killed in (False, True):
+        (folder := tmp_path / f"killed-{killed}").mkdir()
+        critic = KillingCritic()
+        async with FakeServer(FakeConfig(plays={"critic": critic.play})) as server:
+            more = ("--workers", "0", "--judge", "critic")
+            command = kit.run_arguments(folder, [task], server, *more)
+            codes = [-9, -9, -9, 0] if killed else [0]
+            for code in codes:
+                run = await kit.start_run(*command)
+                critic.runs += [run] if killed else []
+                assert await run.wait() == code, run.errors
+            kit.check_usage(folder / "run", server.entries)
+        assert [*critic.served.values()] == [2 if killed else 1] * 3
+        assert Counter(entry.model for entry in server.entries)["fake"] == 3
+        (row,) = kit.final_rows(folder / "run").values()
+        metrics = {m["name"]: m["value"] for m in row["metrics"] if m["name"] != "resumed_turns"}
+        (same,) = kit.comparable_rows(folder / "run").values()
+        of_calls = {"usage", "served_models", "unpriced_calls"}
+        rows.append({**{k: v for k, v in same.items() if k not in of_calls}, "metrics": metrics})
+        lost = failed(folder)
+        paid = [call for row in [row, *lost] for call in row["calls"] if call["outcome"] == "ok"]
+        assert Counter(call["purpose"] for call in paid) == {"agent": 3, "judge": 3}
+    assert rows[0] == rows[1]

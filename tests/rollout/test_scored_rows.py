@@ -257,8 +257,11 @@ async def test_the_answer_is_kept_when_time_ends_at_a_judge(stage: Open, tmp_pat
             agent={"toolsets": ["none"], "limits": {"wall_seconds": 8}},
             scoring={"judges": [{"name": name, "base_url": url} for name in ("works", "hangs")]},
         )
-        opened.context = replace(opened.context, checkpoints=Checkpoints(tmp_path, None))
-        assert (await opened.attempt(row)).cause is None
+        checkpoints = Checkpoints(tmp_path, None)
+        opened.context = replace(opened.context, checkpoints=checkpoints)
+        first = await opened.attempt(row)
+        assert first.cause is None
+        await checkpoints.settle(first.unit_id, None)
         stalled = await opened.attempt(row)
         assert (stalled.cause, stalled.reward) == ("stalled", None)
         assert "(limits.wall_seconds): no answer of judge hangs" in (stalled.error or "")
