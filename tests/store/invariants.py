@@ -75,7 +75,9 @@ class GlobReader(threading.Thread):
 
     def run(self) -> None:
         seen: set[str] = set()
-        while not self._ended.wait(0.005):
+        ended = False
+        while not ended:
+            ended = self._ended.wait(0.005)  # then it reads once more: a busy thread starts late
             try:
                 found = glob_units(self._path)
             except FileNotFoundError:
