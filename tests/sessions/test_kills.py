@@ -71,7 +71,7 @@ def test_two_processes_write_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "s.db"  # both of them may make it
     running = [writer(path, name, 60) for name in ("left", "right")]
     for process in running:
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=240)
         assert process.returncode == 0, error
         assert out.splitlines()[-1] == "120"
     with SessionStore(path) as store:
@@ -121,7 +121,8 @@ agent.chat(sys.argv[3])
 
 def test_a_killed_agent_keeps_its_completed_turns(tmp_path: Path, server: FakeServer) -> None:
     steps = [{"run": f"echo turn {n}"} for n in range(40)]
-    script = "Do it.\nSCRIPT: " + json.dumps([*steps, "Done."])
+    held = {"text": "Done.", "latency_s": 600}  # the agent is at work whenever the kill comes
+    script = "Do it.\nSCRIPT: " + json.dumps([*steps, held])
     arguments = [server.base_url, str(tmp_path / "s.db"), script]
     with subprocess.Popen(
         [sys.executable, "-c", AGENT, *arguments], stdout=subprocess.PIPE, text=True
