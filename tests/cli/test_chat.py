@@ -136,10 +136,13 @@ def test_a_turn_shows_reasoning_text_and_tools_with_times(place: Place, columns:
 def test_a_dangerous_command_runs_only_with_consent_to_the_question(place: Place) -> None:
     """What was typed before the question does not answer it."""
     removal = {"run": "mkdir -p kept; rm -r kept; echo removed it"}
-    script = say({"run": "sleep 8"}, removal, {"text": "first"}, removal, {"text": "second"})
-    with place.open() as terminal:
-        terminal.say(script, until="$ sleep 8")
+    typed = place.folder / "typed"
+    wait = {"run": f"until test -e {typed}; do sleep 0.1; done"}
+    script = say(wait, removal, {"text": "first"}, removal, {"text": "second"})
+    with place.open("--sandbox", "none") as terminal:
+        terminal.say(script, until="$ until")
         terminal.type("y")
+        typed.touch()
         terminal.wait_for("Run it?")
         terminal.type(ENTER)
         assert "This command was denied" in terminal.wait_for(DONE)
