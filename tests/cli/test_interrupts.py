@@ -66,5 +66,5 @@ class CtrlC:
 sys.meta_path.insert(0, CtrlC())
 sys.exit(main(["show", "runs/x"]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (130, "")

@@ -130,7 +130,7 @@ def test_make_demo_refuses_unsuitable_pythons(change: str, line: str, tmp_path: 
     python = fake_python(tmp_path, change)
     done = subprocess.run(
         ["make", "demo", f"PYTHON={python}"],
-        cwd=tmp_path, capture_output=True, text=True, env=clean_environment(), timeout=30,
+        cwd=tmp_path, capture_output=True, text=True, env=clean_environment(), timeout=240,
     )  # fmt: skip
     assert done.returncode == 2
     assert f"error: {python} {line}" in done.stderr

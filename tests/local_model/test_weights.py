@@ -125,7 +125,7 @@ class Sources:
             await response.write(body[: len(body) // 2])
             partial = self.cache / "toy.gguf.from-hub"
             await asyncio.to_thread(
-                self.wait_until, lambda: partial.exists() and partial.stat().st_size > 0, 30
+                self.wait_until, lambda: partial.exists() and partial.stat().st_size > 0, 240
             )
             assert request.transport is not None
             request.transport.close()
@@ -256,7 +256,7 @@ async def test_a_killed_download_continues_with_the_parts_that_are_there(sources
         return joined.exists() and joined.stat().st_size == 2 * PART_BYTES
 
     try:
-        assert await asyncio.to_thread(wait_until, two_parts_are_joined, 30)
+        assert await asyncio.to_thread(wait_until, two_parts_are_joined, 240)
     finally:
         process.kill()
         process.wait()

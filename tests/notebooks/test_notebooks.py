@@ -40,7 +40,7 @@ async def execute(*plays: tuple[str, Path], refusing: Path | None = None) -> lis
     """
     made: list[Any] = []
     client = NotebookClient(
-        nbformat.v4.new_notebook(), timeout=90, kernel_manager_class=ThisPython, allow_errors=True
+        nbformat.v4.new_notebook(), timeout=300, kernel_manager_class=ThisPython, allow_errors=True
     )
     async with client.async_setup_kernel():
         for name, root in plays:
