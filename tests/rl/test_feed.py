@@ -59,15 +59,15 @@ async def test_groups_are_acknowledged_when_all_of_their_rows_were_taken(
 ) -> None:
     lab.write(TALK)
     tokenizer = write_tiny_tokenizer(tmp_path / "tokenizer")
+    taken: list[Row] = []
 
     def train(engine: ExactEngine) -> list[Row]:
         policy = make_policy(engine, tokenizer)
         with make_feed(lab, policy) as feed:
-            first = feed.take(3)
-            assert [row.group.task_id for row in first] == ["n0", "n0", "n1"]
+            taken.extend(feed.take(3))
             assert feed.acknowledge(1) == 1
             assert feed.acknowledge(1) == 0
-            feed.take(2)
+            taken.extend(feed.take(2))
             assert feed.acknowledge(2) == 1
         assert events(lab) == [("acknowledged", 1), ("acknowledged", 2)]
         with make_feed(lab, policy, resume_step=1) as feed:
@@ -76,8 +76,11 @@ async def test_groups_are_acknowledged_when_all_of_their_rows_were_taken(
     async with ExactEngine(ExactConfig(tokenizer=tokenizer)) as engine:
         rows = await asyncio.to_thread(train, engine)
         served = {entry.prompt_ids: entry for entry in engine.truth if entry.outcome == "served"}
-    # Step 2 was after the checkpoint, and the group of the fourth row was not acknowledged at all.
-    assert [row.group.task_id for row in rows] == ["n1", "n1", "n2"]
+    # Two groups are in progress at once, so any of them may be the first.
+    first, second, third = dict.fromkeys(row.group.task_id for row in taken)
+    assert [row.group.task_id for row in taken] == [first, first, second, second, third]
+    # Step 2 was after the checkpoint, and the group of the fifth row was not acknowledged at all.
+    assert [row.group.task_id for row in rows] == [second, second, third]
     for row in rows:
         truth = served[tuple(row.prompt_ids)]
         assert row.completion_ids == list(truth.sampled_ids)
