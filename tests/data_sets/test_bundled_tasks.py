@@ -49,7 +49,6 @@ SMOKE = rows_of("smoke")
 TASKS = rows_of("terminal_tasks")
 TOOL_TASKS = rows_of("tool_tasks")
 BOTH = SMOKE + TASKS + TOOL_TASKS
-each_task = pytest.mark.parametrize("row", BOTH, ids=[row["id"] for row in BOTH])
 
 
 def verifier(row: Row) -> Row:
@@ -76,69 +75,69 @@ def card_table(name: str, first_column: str) -> list[list[str]]:
     return table
 
 
-@each_task
-def test_row_has_only_known_fields_of_the_right_kind(row: Row) -> None:
-    assert set(row) <= FIELDS | EXTRA_COLUMNS
-    for field in ("id", "prompt", "oracle", "category", "difficulty"):
-        assert isinstance(row[field], str)
-        assert row[field].strip()
-    assert row["difficulty"] in DIFFICULTIES
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"])
-    assert "files" in row or "setup" in row or row["id"] == "write-note"
-    assert set(verifier(row)) <= VERIFY_FIELDS
-    assert all(program in NOT_BASIC for program in row.get("requires", []))
+def test_row_has_only_known_fields_of_the_right_kind() -> None:
+    for row in BOTH:
+        assert set(row) <= FIELDS | EXTRA_COLUMNS, row["id"]
+        for field in ("id", "prompt", "oracle", "category", "difficulty"):
+            assert isinstance(row[field], str), row["id"]
+            assert row[field].strip(), row["id"]
+        assert row["difficulty"] in DIFFICULTIES, row["id"]
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]), row["id"]
+        assert "files" in row or "setup" in row or row["id"] == "write-note", row["id"]
+        assert set(verifier(row)) <= VERIFY_FIELDS, row["id"]
+        assert all(program in NOT_BASIC for program in row.get("requires", [])), row["id"]
 
 
-@each_task
-def test_scripts_are_valid_bash(row: Row) -> None:
-    for script in (row.get("setup", ""), verifier(row)["script"], row["oracle"]):
-        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+def test_scripts_are_valid_bash() -> None:
+    for row in BOTH:
+        for script in (row.get("setup", ""), verifier(row)["script"], row["oracle"]):
+            done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+            assert done.returncode == 0, (row["id"], done.stderr)
+            assert done.stderr == "", row["id"]
 
 
-@each_task
-def test_files_stay_below_their_folder_and_decode(row: Row) -> None:
-    for files in (row.get("files", {}), verifier(row).get("files", {})):
-        for name, content in files.items():
-            path = PurePosixPath(name)
-            assert not path.is_absolute()
-            assert ".." not in path.parts
-            if not isinstance(content, str):
-                assert set(content) == {"base64"}
-                base64.b64decode(content["base64"], validate=True)
+def test_files_stay_below_their_folder_and_decode() -> None:
+    for row in BOTH:
+        for files in (row.get("files", {}), verifier(row).get("files", {})):
+            for name, content in files.items():
+                path = PurePosixPath(name)
+                assert not path.is_absolute(), row["id"]
+                assert ".." not in path.parts, row["id"]
+                if not isinstance(content, str):
+                    assert set(content) == {"base64"}, row["id"]
+                    base64.b64decode(content["base64"], validate=True)
 
 
-@each_task
-def test_programs_beyond_the_basic_ones_are_declared(row: Row) -> None:
-    scripts = "\n".join((row.get("setup", ""), verifier(row)["script"], row["oracle"]))
-    used = set(IN_COMMAND_POSITION.findall(scripts))
-    assert used <= set(row.get("requires", []))
+def test_programs_beyond_the_basic_ones_are_declared() -> None:
+    for row in BOTH:
+        scripts = "\n".join((row.get("setup", ""), verifier(row)["script"], row["oracle"]))
+        used = set(IN_COMMAND_POSITION.findall(scripts))
+        assert used <= set(row.get("requires", [])), row["id"]
 
 
-@each_task
-def test_verifier_suits_the_grading_box(row: Row) -> None:
+def test_verifier_suits_the_grading_box() -> None:
     """There the working directory is empty and lies outside the workspace."""
-    verify = verifier(row)
-    everything = verify["script"] + "".join(
-        text for text in verify.get("files", {}).values() if isinstance(text, str)
-    )
-    assert "/workspace" in everything
-    if "/verify/" in everything:
-        assert verify.get("files")
-    for call in re.findall(r"python3 [^\n]*(?:<<|/verify/)", verify["script"]):
-        assert call.startswith("python3 -I "), call
+    for row in BOTH:
+        verify = verifier(row)
+        everything = verify["script"] + "".join(
+            text for text in verify.get("files", {}).values() if isinstance(text, str)
+        )
+        assert "/workspace" in everything, row["id"]
+        if "/verify/" in everything:
+            assert verify.get("files"), row["id"]
+        for call in re.findall(r"python3 [^\n]*(?:<<|/verify/)", verify["script"]):
+            assert call.startswith("python3 -I "), call
 
 
-@each_task
-def test_a_scoring_verifier_writes_to_descriptor_three_and_runs_nothing(row: Row) -> None:
+def test_a_scoring_verifier_writes_to_descriptor_three_and_runs_nothing() -> None:
     """A program of the policy that inherits descriptor 3 could write its own reward."""
-    verify = verifier(row)
-    text = verify["script"] + "".join(verify.get("files", {}).values())
-    assert bool(verify.get("score")) == ("reward=" in text)
-    if verify.get("score"):
-        assert "os.write(3," in text
-        assert "subprocess" not in text
+    for row in BOTH:
+        verify = verifier(row)
+        text = verify["script"] + "".join(verify.get("files", {}).values())
+        assert bool(verify.get("score")) == ("reward=" in text), row["id"]
+        if verify.get("score"):
+            assert "os.write(3," in text, row["id"]
+            assert "subprocess" not in text, row["id"]
 
 
 def test_ids_are_unique() -> None:
