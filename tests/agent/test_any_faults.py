@@ -4,6 +4,7 @@ and no token of usage is lost, and the next message is answered."""
 import json
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,53 +51,56 @@ def check_usage(server: FakeServer, folder: Path, results: Sequence[dict[str, An
     assert spent == sum(result["usage"]["total_tokens"] or 0 for result in results)
 
 
-@pytest.mark.parametrize("error", CLASSES)
-def test_an_error_in_the_loop(
-    make: Make, server: FakeServer, tmp_path: Path, error: type[Exception]
-) -> None:
+def test_an_error_in_the_loop(make: Make, server: FakeServer, tmp_path: Path) -> None:
     async def fail(context: ToolContext, arguments: dict[str, Any]) -> ToolResult:
         raise error("in the loop")
 
     broken = Tool("fail", "", {"type": "object"}, fail, "x", needs_sandbox=False)
-    steps = say(RUN, RUN, {"text": "Now.", "calls": [{"name": "fail"}]}, "never")
+    steps = [RUN, {"text": "Now.", "calls": [{"name": "fail"}]}, "Back."]
+    prompt, results = say(*steps * len(CLASSES)), []
     with make(tools=[broken], save_trajectories=tmp_path / "run") as agent:
-        first = agent.run_conversation(steps)
-        assert (first["completed"], first["final_response"]) == (False, "Now.")
-        texts = [m["content"] for m in first["messages"] if m["role"] == "assistant"]
-        assert texts == ["I run it.", "I run it.", "Now."]
-        second = agent.run_conversation("SCRIPT: off")
-        assert second["messages"][:-1][: len(first["messages"]) - 1] == first["messages"][:-1]
-    check_usage(server, tmp_path / "run", [first, second])
+        for error in CLASSES:
+            failed = agent.run_conversation(prompt)
+            assert (failed["completed"], failed["final_response"]) == (False, "Now."), error
+            texts = [m["content"] for m in failed["messages"] if m["role"] == "assistant"]
+            assert texts[-2:] == ["I run it.", "Now."], error
+            answered = agent.run_conversation("Go on.")
+            assert answered["final_response"] == "Back.", error
+            kept = answered["messages"][: len(failed["messages"]) - 1]
+            assert kept == failed["messages"][:-1], error
+            if results:
+                before = results[-1]["messages"]
+                assert failed["messages"][: len(before)] == before, error
+            results += [failed, answered]
+            prompt = "Again."
+    check_usage(server, tmp_path / "run", results)
 
 
 class Failing:
-    """A backend that starts one sandbox."""
+    """A backend that starts one sandbox, and then raises one error of each class."""
 
     name = "none"
 
-    def __init__(self, folder: Path, error: type[Exception]) -> None:
-        self._inner, self._error, self.leases = Subprocess(state_dir=folder), error, 0
+    def __init__(self, folder: Path) -> None:
+        self._inner, self._errors = Subprocess(state_dir=folder), [None, *CLASSES]
 
     async def lease(self, spec: SandboxSpec) -> Any:
-        self.leases += 1
-        if self.leases == 2:
-            raise self._error("at the beginning")
+        if error := self._errors.pop(0):
+            raise error("at the beginning")
         return await self._inner.lease(spec)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-@pytest.mark.parametrize("error", CLASSES)
-def test_an_error_at_the_beginning(
-    make: Make, server: FakeServer, tmp_path: Path, error: type[Exception]
-) -> None:
+def test_an_error_at_the_beginning(make: Make, server: FakeServer, tmp_path: Path) -> None:
     """Nothing was paid for then: it is raised, and the conversation is as it was."""
-    backend = Failing(tmp_path / "state", error)
+    backend = Failing(tmp_path / "state")
     with make(sandbox=backend, save_trajectories=tmp_path / "run") as agent:
         first = agent.run_conversation(say(RUN, "Fine."))
-        with pytest.raises(error):
-            agent.run_conversation("Lost.", task_id="other")
+        for error in CLASSES:
+            with pytest.raises(error):
+                agent.run_conversation("Lost.", task_id="other")
         second = agent.run_conversation("SCRIPT: off")
         assert second["messages"][: len(first["messages"])] == first["messages"]
         assert len(second["messages"]) == len(first["messages"]) + 2
@@ -104,33 +108,39 @@ def test_an_error_at_the_beginning(
 
 
 class Session:
-    """A session that cannot be written."""
+    """A session that cannot be written: it raises one error of each class."""
 
     session_id = "mine"
 
-    def __init__(self, error: type[Exception]) -> None:
-        self._error = error
+    def __init__(self) -> None:
+        self._errors = [*CLASSES]
 
     def load(self) -> list[Message]:
         return []
 
     def append(self, kept: int, added: Sequence[Message], end_reason: str) -> None:
-        raise self._error("at the end")
+        if self._errors:
+            raise self._errors.pop(0)("at the end")
 
     def close(self) -> None:
         pass
 
+    @property
+    def failed(self) -> bool:
+        """It has raised all of them."""
+        return not self._errors
 
-@pytest.mark.parametrize("error", CLASSES)
-def test_an_error_at_the_end(
-    make: Make, server: FakeServer, tmp_path: Path, error: type[Exception]
-) -> None:
-    with make(session=Session(error), save_trajectories=tmp_path / "run") as agent:
-        first = agent.run_conversation(say(RUN, "Fine.", "Again."))
-        second = agent.run_conversation("Next.")
-    assert (first["final_response"], second["final_response"]) == ("Fine.", "Again.")
-    assert second["messages"][: len(first["messages"])] == first["messages"]
-    check_usage(server, tmp_path / "run", [first, second])
+
+def test_an_error_at_the_end(make: Make, server: FakeServer, tmp_path: Path) -> None:
+    answers, session = [f"Answer {n}." for n in range(len(CLASSES))], Session()
+    with make(session=session, save_trajectories=tmp_path / "run") as agent:
+        results = [agent.run_conversation(say(RUN, *answers))]
+        results += [agent.run_conversation("Next.") for _ in answers[1:]]
+    assert session.failed
+    assert [result["final_response"] for result in results] == answers
+    for before, after in pairwise(results):
+        assert after["messages"][: len(before["messages"])] == before["messages"]
+    check_usage(server, tmp_path / "run", results)
 
 
 @pytest.mark.parametrize("fault", ["auth", "billing", "bad_request", "not_found", "too_large"])
