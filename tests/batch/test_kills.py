@@ -26,6 +26,7 @@ RAY = ("--workers", "2", "--concurrency", "6", "--set", "run.publish_every_s=0.5
 SAME = {**kit.make_task(1000, turns=1), "repeats": 2}
 FEW = [SAME, kit.make_task(1, turns=1), SAME, kit.make_task(4, turns=1), SAME]
 MANY = kit.make_rows(12, latency_s=0.03)
+RECOVERY = [point for point in CRASH_POINTS if point.startswith("recover")]
 Rows = dict[str, dict[str, Any]]
 
 
@@ -63,15 +64,20 @@ def check_result(out: Path, server: FakeServer, receipts: dict[str, int], expect
     assert list((out / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("point", CRASH_POINTS)
-async def test_killed_at(point: str, few_rows: Rows, server: FakeServer, out: Path) -> None:
+@pytest.mark.parametrize(
+    "points", [*([p] for p in CRASH_POINTS if p not in RECOVERY), RECOVERY], ids=lambda p: p[0]
+)
+async def test_killed_at(points: list[str], few_rows: Rows, server: FakeServer, out: Path) -> None:
+    """One start after the other is killed at each step of recovery: what is left to recover has the
+    steps after it."""
     arguments = kit.run_arguments(out.parent, FEW, server, *IN_PROCESS)
-    crashes = [f"{point}:{2 if point.startswith('attempt') else 1}"]
-    if point.startswith("recover"):  # at the second start, which has something to recover
+    crashes = [f"{point}:{2 if point.startswith('attempt') else 1}" for point in points]
+    if points is RECOVERY:
         crashes.insert(0, "attempt-5-receipt:5")
     receipts: dict[str, int] = {}
     for crash in crashes:
         run = await kit.finish_run(*arguments, env={CRASH_VARIABLE: crash}, code=KILLED)
+        assert not set(run.receipts()) & set(receipts)
         receipts |= run.receipts()
 
     arguments = kit.run_arguments(out.parent, reversed(FEW), server, *IN_PROCESS)
@@ -188,7 +194,8 @@ async def test_workers_of_a_suspended_driver_end_after_the_lease(
     out: Path, server: FakeServer, cluster: dict[str, str], many_rows: Rows
 ) -> None:
     """They publish nothing, and the attempts that they lose never count as failures."""
-    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, "--set", "run.lease_s=10")
+    more = ("--workers", "1", "--set", "run.lease_s=10")
+    arguments = kit.run_arguments(out.parent, MANY, server, *RAY, *more)
     run = await kit.start_run(*arguments, env=cluster)
     await kit.wait_for_requests(server, 12, run)
     workers = kit.worker_pids(out)
