@@ -168,7 +168,7 @@ def jobs(how: str) -> str:
     ids=["three at once", "two", "one after the other", "all at once", "one again"],
 )
 def test_jobs_must_run_at_most_three_at_a_time_and_once(script: str, reward: float) -> None:
-    chosen = {"categories": ["processes"]}
+    chosen = {"categories": ["processes"], "difficulty": ["hard"]}
     count = len(first_tasks(NAME, ALL, **chosen))
     rows = run_trial(NAME, tasks=count, solution=lambda task: script, config=chosen)
     found = {row.task_id: row.reward for row in rows}
