@@ -64,7 +64,7 @@ def test_an_error_in_the_loop(make: Make, server: FakeServer, tmp_path: Path) ->
             assert (failed["completed"], failed["final_response"]) == (False, "Now."), error
             texts = [m["content"] for m in failed["messages"] if m["role"] == "assistant"]
             assert texts[-2:] == ["I run it.", "Now."], error
-            answered = agent.run_conversation("Go on.")
+            answered = agent.run_conversation("Continue.")
             assert answered["final_response"] == "Back.", error
             kept = answered["messages"][: len(failed["messages"]) - 1]
             assert kept == failed["messages"][:-1], error
