@@ -77,6 +77,17 @@ class Browser:
             "document.getElementById('live').textContent != 'loading…'"
         )
 
+    async def forget(self, origin: str) -> None:
+        """Leave the page, its data and its cookies, and what was collected."""
+        await self.send("Page.navigate", url="about:blank")
+        await self.until("location.href == 'about:blank'")
+        await self.send("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+        await self.send("Network.clearBrowserCookies")
+        await self.send("Emulation.clearDeviceMetricsOverride")
+        await self.send("Emulation.setEmulatedMedia", features=[])
+        self.problems.clear()
+        self.requests.clear()
+
     async def text(self) -> str:
         return str(await self.run("document.getElementById('page').innerText"))
 

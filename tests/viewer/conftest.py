@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:
@@ -27,9 +28,15 @@ def served(runs: Path) -> Iterator[Served]:
         yield server
 
 
-@pytest.fixture
-async def browser(served: Served) -> AsyncIterator[Browser]:
-    """A browser that has opened the printed address."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Browser]:
     async with open_browser() as opened:
-        await opened.go(served.address)
         yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def browser(served: Served, chromium: Browser) -> Browser:
+    """A browser without data of earlier tests, which has opened the printed address."""
+    await chromium.forget(f"http://127.0.0.1:{served.port}")
+    await chromium.go(served.address)
+    return chromium

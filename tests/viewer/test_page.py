@@ -8,7 +8,7 @@ import pytest
 from browser import Browser
 from served import Served
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 FONT = "getComputedStyle(document.body).color"
 
 
