@@ -44,7 +44,7 @@ def run_program(name: str, *arguments: object) -> Any:
 
 def layers(bench: Bench) -> Row:
     """What hints, guardrails, hooks and the like add to a turn of the agent alone."""
-    found = run_program("layers.py", max(2, bench.sizes.verbs // 20))
+    found = run_program("layers.py", max(1, bench.sizes.verbs // 20))
     off, added = found["off"], {name: cost for name, cost in found.items() if name != "off"}
     default = added["all switches of datagen"]
     return Row(
@@ -435,7 +435,7 @@ def resume(bench: Bench) -> Row:
 
 def driver_memory(bench: Bench) -> Row:
     """Memory of the driver over many units."""
-    found = run_program("driver_memory.py", bench.sizes.driven, 20_000)
+    found = run_program("driver_memory.py", bench.sizes.driven, 2 * bench.sizes.driven // 5)
     return Row(
         f"driver memory over {bench.sizes.driven:,} units",
         f"{found['mb_per_1000_units']:.2f} MB per 1,000",

@@ -39,7 +39,7 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(40, 200, 1, (150, 2000), 50_000, 10_000, 200, 200, 20_000)
-TINY = Sizes(4, 12, 1, (8, 50), 2000, 2000, 10, 5, 500)
+TINY = Sizes(4, 12, 1, (8, 50), 500, 500, 10, 5, 500)
 
 
 @dataclass(frozen=True)

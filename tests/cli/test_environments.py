@@ -58,19 +58,16 @@ SLOW = pytest.mark.slow
 )
 def test_environments_run_as_modules(name: str, tmp_path: Path) -> None:
     """`process` makes a group that its oracle solves, `evaluate` one rollout and its metrics."""
-
-    def module(mode: str, *more: str) -> subprocess.CompletedProcess[str]:
-        arguments = [mode, "--config", config_of(name), *ORACLE, "--json", *more]
-        return subprocess.run(
-            [sys.executable, "-m", f"environments.{name}", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=clean_environment(),
-        )
-
-    done = module("process", "--repeats", "2")
+    arguments = ["--config", config_of(name), *ORACLE, "--json"]
+    module = [sys.executable, "-m", f"environments.{name}", "process", "--repeats", "2"]
+    done = subprocess.run(
+        [*module, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=clean_environment(),
+    )
     assert done.returncode == 0, done.stderr
     events = {e["event"]: e for e in map(json.loads, done.stdout.splitlines())}
     assert (events["report"]["done"], events["report"]["solved"]) == (2, 2)
@@ -80,8 +77,8 @@ def test_environments_run_as_modules(name: str, tmp_path: Path) -> None:
         (name, "train", 1.0),
         (name, "train", 1.0),
     ]
-    done = module("evaluate")
-    assert done.returncode == 0, done.stderr
+    evaluated = run_cli("env", "evaluate", name, *arguments, cwd=tmp_path)
+    assert evaluated.code == 0, evaluated.err
     out = tmp_path / "runs" / f"{name}-oracle-eval"
     (row,) = rows(out)
     assert (row["split"], row["reward"]) == ("eval", 1.0)

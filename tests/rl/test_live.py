@@ -384,13 +384,13 @@ async def kill_trainers(lab: Lab, server: FakeServer, kills: int, limit: int) ->
 async def test_each_group_is_acknowledged_exactly_once_over_kills(lab: Lab) -> None:
     lab.write(TALK)
     async with start_server(policy=lambda request: "Well.") as server:
-        seen = await kill_trainers(lab, server, kills=3, limit=24)
+        seen = await kill_trainers(lab, server, kills=2, limit=12)
     assert len(seen) == len(set(seen)), "an acknowledged group does not come again"
     events = load_run(lab.out).frame("deliveries")
     acknowledged = Counter(events[events["event"] == "acknowledged"]["group_id"])
     assert set(acknowledged.values()) == {1}
     assert set(seen) <= set(acknowledged)
-    assert len(acknowledged) == 24
+    assert len(acknowledged) == 12
     assert set(Counter(row["unit_id"] for row in lab.rows()).values()) == {1}
     await check(lab)
 
@@ -542,7 +542,7 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
         monkeypatch.setenv(name, value)
     async with (
         start_server(policy=lambda request: "Well.") as server,
-        open_stream(lab, server, limit=20, workers=2) as stream,
+        open_stream(lab, server, limit=12, workers=2) as stream,
     ):
         taken = await take(stream, 3, ack=1)
         alive = sorted((lab.out / "journal").glob("*/alive"))
@@ -551,7 +551,7 @@ async def test_groups_come_from_ray_workers_of_which_one_is_killed(
         async for group in stream:
             taken.append(group)
             await group.ack(step=2)
-    assert len({group.group_id for group in taken}) == len(taken) == 20
+    assert len({group.group_id for group in taken}) == len(taken) == 12
     for group in taken:
         assert all(member.valid and member.trajectory for member in group.members)
     assert set(Counter(row["unit_id"] for row in lab.rows()).values()) == {1}
