@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from cli_runner import (
     scripted_task,
     write_rows,
 )
+from forks import Forked
 
 from hermes_rl.testing import mcp_server_source
 
@@ -251,10 +251,7 @@ def test_status_stop_ends_a_run_that_can_be_resumed(tmp_path: Path, base_url: st
     write_rows(tmp_path / "slow.jsonl", *rows)
     arguments = ["slow.jsonl", "--model", "m", "--base-url", base_url, "--workers", "0"]
     arguments += ["--toolsets", "terminal", "--out", "run"]
-    driver = subprocess.Popen(
-        [COMMAND, "run", *arguments, "--concurrency", "2"], cwd=tmp_path, env=clean_environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+    driver = Forked(["run", *arguments, "--concurrency", "2"], clean_environment(), tmp_path)
     try:
         deadline = time.monotonic() + 240
         while (seen := look(tmp_path)) is None or not seen["running"]:
@@ -267,12 +264,12 @@ def test_status_stop_ends_a_run_that_can_be_resumed(tmp_path: Path, base_url: st
         stopped = run_cli("status", "run", "--stop", cwd=tmp_path)
         assert stopped.code == 0
         assert "no driver" in stopped.out
-        out, _ = driver.communicate(timeout=240)
+        assert driver.wait(240) == 130
+        out = driver.stdout.read()
     finally:
-        if driver.poll() is None:
-            driver.send_signal(signal.SIGKILL)
-            driver.communicate()
-    assert driver.returncode == 130
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
     assert "interrupted. Resume with: hermes-rl run --config run/run.yaml" in out
     assert run_cli("run", *arguments, cwd=tmp_path).code == 0
     rows_done = pd.read_parquet(tmp_path / "run/trajectories")

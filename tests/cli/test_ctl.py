@@ -1,10 +1,7 @@
 """`hermes-rl ctl` steers a running run from another process."""
 
 import json
-import os
-import signal
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +9,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from cli_runner import COMMAND, clean_environment, run_cli, scripted_task, write_rows
+from cli_runner import clean_environment, run_cli, scripted_task, write_rows
+from forks import Forked
 
 LONG = "a-folder-whose-name-is-much-longer-than-an-address-of-a-socket-may-be/" * 2
 RUN = f"{LONG}run"
@@ -28,7 +26,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, base_url: str) -> Iterator[subprocess.Popen[str]]:
+def driver(tmp_path: Path, base_url: str) -> Iterator[Forked]:
     """A run of 600 slow units and one that is given up until a file exists."""
     (tmp_path / LONG).mkdir(parents=True)
     slow = [{"run": "true", "latency_s": 0.2}] * 2
@@ -40,18 +38,15 @@ def driver(tmp_path: Path, base_url: str) -> Iterator[subprocess.Popen[str]]:
     )
     arguments = ["slow.jsonl", "--model", "m", "--base-url", base_url, "--workers", "0", *BUDGET]
     arguments += ["--toolsets", "terminal", "--sandbox", "none", "--allow-unsandboxed"]
-    running = subprocess.Popen(
-        [COMMAND, "run", *arguments, "--out", RUN, "--concurrency", "4"],
-        cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    try:
-        until(lambda: ctl(tmp_path).get("running", 0) > 0)
-        yield running
-    finally:
-        if running.poll() is None:
-            running.send_signal(signal.SIGKILL)
-        running.communicate()
+    command = ["run", *arguments, "--out", RUN, "--concurrency", "4"]
+    running = Forked(command, clean_environment(), tmp_path)
+    with running.stdout:
+        try:
+            until(lambda: ctl(tmp_path).get("running", 0) > 0)
+            yield running
+        finally:
+            running.kill()
+            running.wait()
 
 
 def ctl(folder: Path, *order: str) -> dict[str, Any]:
@@ -60,9 +55,7 @@ def ctl(folder: Path, *order: str) -> dict[str, Any]:
     return json.loads(result.out) if result.code == 0 else {"refused": result.error}
 
 
-def test_a_run_is_paused_resumed_changed_and_drained(
-    tmp_path: Path, driver: subprocess.Popen[str]
-) -> None:
+def test_a_run_is_paused_resumed_changed_and_drained(tmp_path: Path, driver: Forked) -> None:
     run = tmp_path / RUN
     assert stat.S_IMODE((run / "tmp/ctl.sock").stat().st_mode) == 0o600
     assert ctl(tmp_path, "pause")["state"] == "paused"
@@ -86,8 +79,7 @@ def test_a_run_is_paused_resumed_changed_and_drained(
     until(lambda: status(tmp_path)["given_up"] == 0)
 
     assert ctl(tmp_path, "drain")["state"] == "draining"
-    out, _ = driver.communicate(timeout=240)
-    assert driver.returncode == 130, out
+    assert driver.wait(240) == 130, driver.stdout.read()
     assert not (run / "tmp/ctl.sock").exists()
     assert "late" in set(pd.read_parquet(run / "trajectories")["task_id"])
 
@@ -101,18 +93,14 @@ REFUSED = {
 }
 
 
-def test_orders_that_make_no_sense_are_refused(
-    tmp_path: Path, driver: subprocess.Popen[str]
-) -> None:
+def test_orders_that_make_no_sense_are_refused(tmp_path: Path, driver: Forked) -> None:
     for order, message in REFUSED.items():
         assert message in ctl(tmp_path, *order.split())["refused"]
     assert ctl(tmp_path)["state"] == "running"
 
 
-def test_a_killed_driver_leaves_a_socket_that_harms_nobody(
-    tmp_path: Path, driver: subprocess.Popen[str]
-) -> None:
-    os.kill(driver.pid, signal.SIGKILL)
+def test_a_killed_driver_leaves_a_socket_that_harms_nobody(tmp_path: Path, driver: Forked) -> None:
+    driver.kill()
     driver.wait()
     assert (tmp_path / RUN / "tmp/ctl.sock").exists()
     assert "no driver on this machine takes commands" in ctl(tmp_path, "pause")["refused"]

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import COMMAND, run_cli, run_process, write_rows
+from cli_runner import clean_environment, run_cli, run_process, write_rows
+from forks import Forked
 
 from hermes_rl import sources
 from hermes_rl.evals import BENCHMARKS, answers, load_benchmark
@@ -199,13 +200,12 @@ def test_a_killed_evaluation_stops_at_the_same_interval(tmp_path: Path, base_url
     ]
     for requests in (45, 25):
         with logging_server(log, "--hold-at", str(requests)) as (url, server):
-            killed = subprocess.Popen(
-                [COMMAND, *command, url], cwd=tmp_path, stderr=subprocess.DEVNULL
-            )
+            killed = Forked([*command, url], clean_environment(), tmp_path)
             assert server.stdout
             assert json.loads(server.stdout.readline()) == {"request": requests}
             killed.kill()
             killed.wait()
+            killed.stdout.close()
     with logging_server(log) as (url, _):
         done = run_cli(*command, url, cwd=tmp_path)
         paid = len(log.read_bytes().splitlines())
@@ -502,7 +502,7 @@ def test_ifeval_reports_its_four_accuracies(tmp_path: Path, base_url: str) -> No
 
     done = run_process(
         *command,
-        *("--workers", "0"),
+        *("--workers", "0", "--concurrency", "1"),  # each scoring process loads nltk
         cwd=tmp_path,
         env={"NLTK_DATA": str(tmp_path / "nltk")},
         seconds=120,
