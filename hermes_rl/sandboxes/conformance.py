@@ -429,6 +429,27 @@ async def says_what_is_wrong_with_a_path(backend: SandboxBackend) -> None:
         await fails(sandbox.read_file("pipe"), OSError)
 
 
+async def reads_while_a_command_runs(backend: SandboxBackend) -> None:
+    """Files of the workspace are read before the command ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "target")
+        async with leased_sandbox(backend) as sandbox:
+            await sandbox.write_file("dir/a", b"one")
+            running = asyncio.create_task(sh(sandbox, "touch begun; sleep 600", timeout_s=600.0))
+            async with asyncio.timeout(300):
+                while True:
+                    with contextlib.suppress(FileNotFoundError):
+                        await sandbox.read_file("begun")
+                        break
+                    await asyncio.sleep(0.05)
+                assert await sandbox.read_file("dir/a") == b"one"
+                await sandbox.download("dir/a", target)
+            assert target.read_bytes() == b"one"
+            assert not running.done()
+            running.cancel()
+            await fails(running, asyncio.CancelledError)
+
+
 async def bounds_what_it_reads(backend: SandboxBackend) -> None:
     """A file without an end is refused in seconds, over a link too, and leaves no half of it."""
     endless = "/proc/self/pagemap"
@@ -645,7 +666,8 @@ CHECKS: tuple[Check, ...] = (
     names_the_culprit,
     keeps_all_output_of_a_lossless_process,
     *(ends_when_closed, keeps_neighbours_apart, moves_bytes, says_what_is_wrong_with_a_path),
-    *(bounds_what_it_reads, moves_large_files, grades_what_was_left, reports_and_times_out),
+    *(reads_while_a_command_runs, bounds_what_it_reads, moves_large_files),
+    *(grades_what_was_left, reports_and_times_out),
     *(grades_after_a_kill, keeps_whatever_was_left, keeps_deep_folders),
     *(nothing_runs_during_grading, starts_from_a_snapshot),
 )

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import posixpath
+import secrets
 import signal
 import socket
 import tarfile
@@ -24,6 +25,7 @@ from hermes_rl.sandboxes.base import SandboxSpec
 from hermes_rl.sandboxes.box import Inside, gone
 from hermes_rl.sandboxes.engine import Engine, EngineError
 from hermes_rl.sandboxes.grading import MAX_BYTES
+from hermes_rl.sandboxes.shell import Sink
 from hermes_rl.sandboxes.slots import trusted_folder
 from hermes_rl.sandboxes.snapshots import unpack
 from hermes_rl.sandboxes.watchdog import (
@@ -35,6 +37,8 @@ from hermes_rl.sandboxes.watchdog import (
 
 _ENDED_S = 10.0
 _NOT_FOUND = 404
+_HEADERS = 1 << 20
+"""Bytes of an archive of one file beside its content, at most."""
 KILLED = 137
 """Exit code of a process that SIGKILL ended."""
 KILLED_INSIDE = 247
@@ -47,6 +51,8 @@ REMOVED = 2
 """How an engine marks a path that was removed; 0 is changed, 1 added."""
 _FOLDER = 1 << 31
 """The bit of a mode that Go's os.FileMode has for folders."""
+_NOT_REGULAR = _FOLDER | 1 << 27 | 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
+"""The same for all that is not a regular file."""
 
 
 class ContainerTree(Inside):
@@ -390,6 +396,35 @@ class Held:
             file = archive.extractfile(member) if member is not None and member.isreg() else None
             return file.read() if file is not None else b""
 
+    def pass_on(self, path: str, sink: Sink) -> bool:
+        """Give a sink the content of a regular file of the running container.
+
+        Returns: False, and the sink has nothing, for what is none, is too large or changes
+            meanwhile.
+
+        Raises: FileNotFoundError; OSError of the sink.
+        """
+        try:
+            found, most = self.found(path), sink.limit or 0
+            if int(found["mode"]) & _NOT_REGULAR or int(found["size"]) > most:
+                return False
+            with self._archive("s", path, most + _HEADERS) as packed, tarfile.open(packed) as tar:
+                member = tar.next()
+                file = tar.extractfile(member) if member is not None and member.isreg() else None
+                if member is None or file is None:
+                    return False
+                if packed.stat().st_size < member.offset_data + member.size:
+                    return False
+                while data := file.read(1 << 20):
+                    sink.feed(data)
+                return True
+        except EngineError as error:
+            if error.status == _NOT_FOUND:
+                raise FileNotFoundError(f"{path}: no such file") from error
+        except (ValueError, KeyError, TypeError, tarfile.TarError):
+            pass
+        return False
+
     def listed_changes(self) -> tuple[list[str], list[str]]:
         """Paths that the session changed or added, folders first; and those that it removed."""
         listed = sorted((path.strip("/"), kind) for path, kind in self.changes().items())
@@ -414,7 +449,7 @@ class Held:
     @contextlib.contextmanager
     def _archive(self, name: str, path: str, most: int | None = None) -> Iterator[Path]:
         """An archive of what a container has at a path. Raises: EngineError."""
-        archive = self.home / f"{name}.tar"
+        archive = self.home / f"{name}-{secrets.token_hex(4)}.tar"
         where = f"/containers/{self._container(name)}/archive"
         try:
             self.engine.request("GET", where, query={"path": path}, into=archive, most=most)

@@ -58,6 +58,7 @@ from hermes_rl.sandboxes.shell import (
     IntoFile,
     Shell,
     ShellPaths,
+    Sink,
     supervisor_text,
 )
 from hermes_rl.sandboxes.slots import Home
@@ -384,6 +385,22 @@ class ContainerSandbox(HostSandbox):
     def _beneath(self, path: str) -> str | None:
         """See `ShellSandbox`. Files that we may not see are read and written inside."""
         return super()._beneath(path) if self._tree.reachable or self._fetched else None
+
+    async def _inside(
+        self, script: str, path: str, sink: Sink, stdin: bytes | Path | None = None
+    ) -> None:
+        """See `ShellSandbox`. While the shell runs a command, the engine passes on files of the
+        workspace that we may not see. It reads them as root, so not for another user."""
+        beneath, root_reads = super()._beneath(path), stdin is None and self.image.root.superuser
+        if beneath and root_reads and not (self._tree.reachable or self._shell.idle):
+            whole = f"{recipe.WORKSPACE}/{beneath}"
+            try:
+                if await in_thread(self.held.pass_on, whole, sink):
+                    return
+            except FileNotFoundError:
+                if not self._shell.lost.is_set():
+                    raise
+        await super()._inside(script, path, sink, stdin)
 
     async def read_left(self, path: str) -> bytes:
         """See `base.Sandbox.read_left`."""

@@ -124,6 +124,7 @@ OTHERWISE = [
     if check.__name__
     in (
         *("keeps_state", "ends_what_takes_too_long", "many_timeouts_leave_nothing", "moves_bytes"),
+        "reads_while_a_command_runs",
         *("runs_background_processes", "cancelled_commands_end", "grades_what_was_left"),
         *("says_what_is_wrong_with_a_path", "keeps_whatever_was_left", "reports_and_times_out"),
         *("nothing_runs_during_grading", "starts_from_a_snapshot"),
