@@ -82,11 +82,11 @@ async def test_cancelling_arun_goes_through() -> None:
 
     with LoopThread() as home:
         running = asyncio.create_task(home.arun(wait()))
-        assert await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.to_thread(begun.wait, 240)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert await asyncio.to_thread(ended.wait, 30)
+        assert await asyncio.to_thread(ended.wait, 240)
 
 
 PROGRAM = """

@@ -367,7 +367,7 @@ async def test_an_unfenced_remote_worker_stops_the_run_after_all_other_units(
             held.flush()
             fcntl.flock(held, fcntl.LOCK_EX)
             source = make_source(driver)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(240):
                 await Dispatcher(scenario.start, driver, Fleet(2, 2), scenario).run(source)
             assert source.stop is not None
             assert source.stop.cause == "worker_lost"

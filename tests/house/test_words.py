@@ -48,7 +48,7 @@ NOT_PROSE = re.compile(
 def tracked_files() -> tuple[str, ...]:
     """Paths of the committed files, relative to the root."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
     )
     return tuple(name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
 

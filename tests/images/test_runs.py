@@ -117,7 +117,7 @@ async def test_a_sandbox_has_the_files_and_settings_of_its_image(
     async with await backend.lease(SandboxSpec(lease="one", image="published")) as sandbox:
 
         async def output(command: str) -> str:
-            return (await sandbox.run(command, timeout_s=20)).output
+            return (await sandbox.run(command, timeout_s=60)).output
 
         assert await output("pwd; id -u; echo $HOME $GREETING") == "/app\n0\n/root good day\n"
         assert await output("cat given.txt /workspace/w.txt") == "givenw"
@@ -130,7 +130,7 @@ async def test_a_sandbox_has_the_files_and_settings_of_its_image(
         )
         assert graded.output.endswith("/grading\ngivenmore\nx\n/app good day\n")
     async with await backend.lease(SandboxSpec(lease="two", image="published")) as sandbox:
-        result = await sandbox.run("cat given.txt; ls /etc/x /workspace", timeout_s=20)
+        result = await sandbox.run("cat given.txt; ls /etc/x /workspace", timeout_s=60)
         assert result.output.startswith("given")
         assert "w.txt" in result.output
         assert "No such file" in result.output, "other agents do not see changes"
@@ -147,7 +147,7 @@ async def test_sandboxes_over_an_image_have_different_uids(
         assert users.isdisjoint({0, os.stat(published.root / "l").st_uid})
         for sandbox in (one, two):
             assert sandbox.info.limits["own_uid"] is True
-            result = await sandbox.run("stat -c %u /app/given.txt; >>/app/given.txt", timeout_s=9)
+            result = await sandbox.run("stat -c %u /app/given.txt; >>/app/given.txt", timeout_s=60)
             assert (result.output, result.exit_code) == ("0\n", 0)
 
 
@@ -188,7 +188,7 @@ async def test_changes_of_the_image_cannot_forge_the_reward(
     published: ImageStore, backend: Bubblewrap, command: str
 ) -> None:
     async with await backend.lease(SandboxSpec(lease="cheat", image="published")) as sandbox:
-        await sandbox.run(command, timeout_s=20)
+        await sandbox.run(command, timeout_s=60)
         graded = await sandbox.grade(TESTED)
     assert graded.exit_code > 128 or graded.report.strip() == b"reward=0", graded
 
@@ -203,7 +203,7 @@ async def test_solutions_that_change_the_image_are_graded(
         "echo hello >/app/hello.txt"
     )
     async with await backend.lease(SandboxSpec(lease="honest", image="published")) as sandbox:
-        await sandbox.run(command, timeout_s=20)
+        await sandbox.run(command, timeout_s=60)
         assert (await sandbox.grade(TESTED)).report.strip() == b"reward=1"
 
 
@@ -237,7 +237,7 @@ async def test_an_image_may_have_many_layers(
     many = [layer({f"f{number}": str(number)}) for number in range(100)]
     store.add(layout(tmp_path / "35", [base.read_bytes(), *many[:35]]), "35")
     async with await backend.lease(SandboxSpec(lease="many", image="35")) as sandbox:
-        assert (await sandbox.run("cat /f0 /f34", timeout_s=20)).output == "034"
+        assert (await sandbox.run("cat /f0 /f34", timeout_s=60)).output == "034"
         assert (await sandbox.grade(GradingSpec("cat /f34"))).output.endswith("34")
     store.add(layout(tmp_path / "100", [base.read_bytes(), *many]), "100")
     with pytest.raises(TaskFault, match="has 101 layers, more than one overlay takes"):

@@ -164,7 +164,7 @@ async def test_cancelled_call_of_a_silent_model_is_recorded(
         await kit.until(lambda: server.requests == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, 30)
+            await asyncio.wait_for(task, 240)
         del task
         gc.collect()
         assert loop_reports == []

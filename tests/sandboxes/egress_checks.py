@@ -205,7 +205,7 @@ async def descriptors_at_rest() -> int:
     """How many this process has after the threads of the web server have ended."""
     for thread in threading.enumerate():
         if "process_request" in thread.name:
-            await asyncio.to_thread(thread.join, 30)
+            await asyncio.to_thread(thread.join, 240)
     return len(os.listdir("/proc/self/fd"))
 
 

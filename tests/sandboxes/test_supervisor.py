@@ -26,7 +26,7 @@ def supervisor(folder: Path) -> Iterator[socket.socket]:
     theirs.close()
     try:
         with ours:
-            ours.settimeout(20)
+            ours.settimeout(240)
             assert ours.recv(10) == b"R\n"
             yield ours
     finally:
