@@ -119,7 +119,7 @@ async def test_a_driver_and_a_worker_are_killed(
 async def test_files_that_have_no_place_are_refused(
     hidden: Path, server: FakeServer, cluster: dict[str, str]
 ) -> None:
-    more = ("--set", "run.keep_workspaces=true")
+    more = ("--workers", "1", "--set", "run.keep_workspaces=true")
     ended = await kit.finish_run(
         *arguments(hidden, [kit.make_task(1)], server, *more), env=cluster, code=2
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runner import ORACLE, clean_environment, run_process, write_rows
+from cli_runner import ORACLE, clean_environment, run_cli, run_process, write_rows
 
 ROOT = Path(__file__).parents[2]
 NO_NAMESPACES = (sys.executable, str(Path(__file__).with_name("no_namespaces.py")))
@@ -87,7 +87,7 @@ def test_doctor_reports_missing_bytecode(tmp_path: Path) -> None:
     nowhere = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tmp_path / "none")}
     result = run_process("doctor", cwd=tmp_path, env=nowhere)
     assert "PYTHONDONTWRITEBYTECODE is set and the packages are not compiled" in result.out
-    result = run_process("doctor", cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": ""})
+    result = run_cli("doctor", cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": ""})
     assert "bytecode" not in result.out
 
 

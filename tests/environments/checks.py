@@ -103,7 +103,7 @@ def stream_digest(tasks: Sequence[Task]) -> str:
 
 
 SPLITS = ("train", "eval")
-COMPARED_TASKS = 200
+COMPARED_TASKS = 60
 """Tasks of each stream that another process makes too."""
 STREAM_SCRIPT = """
 import sys
@@ -144,7 +144,7 @@ def in_other_process(
 
 
 def check_stream(
-    env: str, count: int = 1_000, seeds: Sequence[int] = (0, 2026), *, endless: bool = True
+    env: str, count: int = 300, seeds: Sequence[int] = (0, 2026), *, endless: bool = True
 ) -> None:
     """Check that streams have no repeats, are the same in another process, and that splits are
     disjoint for all seeds.

@@ -252,4 +252,4 @@ def test_memory_does_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:
         return found
 
     peak(4)  # imports
-    assert peak(150) < 1.5 * peak(50)
+    assert peak(90) < 1.5 * peak(30)

@@ -12,7 +12,7 @@ from hermes_rl.models.rate import Coordinator, Share
 from hermes_rl.testing import FakeConfig, FakeServer
 
 AT_ONCE = 2_000
-ROUNDS = 3
+ROUNDS = 2
 
 
 @pytest.fixture

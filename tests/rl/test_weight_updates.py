@@ -432,7 +432,7 @@ async def test_stale_rollouts_on_ray_workers_are_interrupted(
     async with make_engine(lab, token_s=0.02) as engine:
         policy = policy_at(engine, lab, "vllm")
         await policy.set_version(1)
-        more: dict[str, Any] = {"workers": 2, "limit": 4, "staleness": Staleness("cancel", 0)}
+        more: dict[str, Any] = {"workers": 1, "limit": 4, "staleness": Staleness("cancel", 0)}
         async with open_stream(lab, policy, **more) as stream:
             engine.running.pause("keep")
             await until(lambda: len(engine.running.tokens) == 16)
