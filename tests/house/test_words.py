@@ -92,7 +92,9 @@ class Rule:
         self.word = word
         self.advice = str(entry["write"])
         self.names_only = entry.get("in") == "names"
-        self.find = re.compile(rf"(?<![a-z])(?:{entry.get('find', word)})(?![a-z])")
+        find = f"{entry.get('find', word)}"
+        self.is_phrase = " " in find
+        self.find = re.compile(rf"(?<![a-z])(?:{find})(?![a-z])")
         allowed = entry.get("allowed", [])
         assert isinstance(allowed, list)
         self.allowed = re.compile("|".join(map(str, allowed))) if allowed else None
@@ -115,13 +117,23 @@ def banned_uses() -> dict[str, dict[str, list[str]]]:
     """Package -> word -> the places where it is used."""
     uses: dict[str, dict[str, list[str]]] = {}
     every = rules()
+    single, phrases = ([r for r in every if r.is_phrase == wanted] for wanted in (False, True))
+    any_phrase = re.compile("|".join(rule.find.pattern for rule in phrases))
+    against: dict[str, list[Rule]] = {}
+    """Token -> the rules that it breaks."""
     for name in tracked_files():
         if NOT_PROSE.match(name):
             continue
         text = read_text(name)
         prose = split_names(text)
-        names = split_names(python_names(text)) if name.endswith(".py") else ""
-        for rule in every:
+        broken = set(phrases) if any_phrase.search(prose) else set()
+        for token in {*re.findall("[a-z]+", prose)}:
+            if token not in against:
+                against[token] = [rule for rule in single if rule.find.fullmatch(token)]
+            broken.update(against[token])
+        by_name = name.endswith(".py") and any(rule.names_only for rule in broken)
+        names = split_names(python_names(text)) if by_name else ""
+        for rule in (rule for rule in every if rule in broken):
             places = rule.lines(names if rule.names_only else prose)
             shown = [name if rule.names_only else f"{name}:{line}" for line in places]
             if shown:
