@@ -23,13 +23,14 @@ LARGE = 5 * 2**20
 @pytest.fixture
 def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A folder in which workers see an empty file system instead of runs, or, as indirect parameter
-    `copy`, a copy from the moment of their start."""
+    `copy`, a copy from the moment of the first one's start."""
     folder, copy = tmp_path / "hidden", tmp_path / "copy"
     folder.mkdir()
     copy.mkdir()
     mount = f"mount -t tmpfs tmpfs {folder}"
     if getattr(request, "param", None) == "copy":
-        mount = f"cp -rn {folder}/. {copy} && mount --bind {copy} {folder}"
+        first = f'flock {copy}.lock sh -c "test -e {copy}/run || cp -r {folder}/. {copy}"'
+        mount = f"{first} && mount --bind {copy} {folder}"
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\nexec unshare -Urm sh -c \'{mount} && exec "$0" "$@"\' {sys.executable} "$@"\n'
