@@ -52,7 +52,7 @@ async def test_a_full_disk_stops_the_run_which_resumes(tmp_path: Path, server: F
     assert code == 3, printed + errors
     (stop,) = [line for line in printed.splitlines() if line.startswith("stopped: ")]
     assert f"the disk of {mount / 'run'} is full. Free some space" in stop
-    assert "Traceback" not in errors
+    assert "Traceback" not in errors, errors
     kept = tmp_path / "disk.kept" / "run"
     before = {r["unit_id"] for r in kit.read_table(kept, "trajectories")}
 
