@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -142,6 +143,7 @@ class Tree:
         line = f"pipe:[{os.fstat(alive).st_ino}]"
         self._members = processes.MarkedProcesses(eldest, f"{MARK}={mark}".encode(), line)
         self._alive = alive
+        self._ending = threading.Lock()
 
     def supervisor(self) -> int:
         """The shell itself."""
@@ -180,6 +182,10 @@ class Tree:
             idle: the shell waits for its next command, and so forks nothing. Then, if it has no
                 children either, it is ended without a search for them.
         """
+        with self._ending:  # the thread of a cancelled caller may still be at it
+            self._end(idle=idle)
+
+    def _end(self, *, idle: bool) -> None:
         if self.process.poll() is None:
             if idle and not processes.children(self.process.pid):
                 self.process.kill()

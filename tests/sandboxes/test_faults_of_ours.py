@@ -67,6 +67,17 @@ async def test_a_killed_watchdog_is_no_error_of_the_end(each_sandbox: Sandbox, s
     assert (await each_sandbox.run("echo hi", timeout_s=20)).output == "hi\n"
 
 
+async def test_a_plain_sandbox_is_ended_by_several_threads_at_once(plain: Subprocess) -> None:
+    """As when a cancelled grading ends its processes and so does `aclose`. One thread alone closes
+    the descriptor: a second time it would be somebody else's."""
+    for _ in range(20):
+        async with await plain.lease(SandboxSpec(lease="test")) as sandbox:
+            jobs = "for n in {1..5}; do setsid sleep 600 >/dev/null 2>&1 & done"
+            await sandbox.run(jobs, timeout_s=60.0)
+            end = sandbox._tree.end_now
+            await asyncio.gather(*(asyncio.to_thread(end) for _ in range(4)))
+
+
 @each_kind
 async def test_a_relative_state_folder(
     state: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
