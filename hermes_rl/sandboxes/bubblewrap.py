@@ -389,10 +389,11 @@ class Bubblewrap(HostBackend):
         plain = spec.image is None and not spec.mounts and self._overlay
         starter = await self._starter(lease) if plain else None
 
-        def leave() -> None:
+        def clear() -> None:
             if starter is None:
-                _leave(lease)
-            graded.leave()
+                self._spawner.run(lambda: _leave(lease))
+            self._spawner.run(graded.leave)
+            graded.remove()
 
         self._grading.add(graded)
         try:
@@ -401,8 +402,7 @@ class Bubblewrap(HostBackend):
             return await self._grade(graded, spec)
         finally:
             self._grading.discard(graded)
-            await asyncio.shield(self._spawner.call(leave))
-            await asyncio.shield(asyncio.to_thread(graded.remove))
+            await asyncio.shield(asyncio.to_thread(clear))
 
     async def _grade_plain(
         self, starter: Zygote, graded: GradingSandbox, spec: GradingSpec

@@ -296,9 +296,11 @@ async def judge(
         except TimeoutError:
             timed_out = True
         finally:
-            code = await asyncio.shield(asyncio.ensure_future(_end(end, tree)))
-            stop.cancel()
-            tree.close()
+            try:
+                code = await asyncio.shield(asyncio.ensure_future(_end(end, tree)))
+            finally:
+                stop.cancel()
+                tree.close()
         out.read_into(kept, 4 << 20)
         report.read()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from hermes_rl.sandboxes import (
     Bubblewrap,
     BubblewrapSandbox,
+    GradingSpec,
     SandboxSpec,
     Subprocess,
     limits,
@@ -71,6 +73,33 @@ async def test_closing_leaves_nothing(bubblewrap: Bubblewrap, state: Path) -> No
     assert processes.find(host) is None
     assert [path.name for path in (state / "boxes").iterdir()] == [f"{owner}.1"]  # what is shared
     assert groups(owner) == []
+
+
+async def test_a_grading_that_is_cancelled_again_and_again_leaves_nothing(
+    bubblewrap: Bubblewrap, sandbox: BubblewrapSandbox, state: Path
+) -> None:
+    """Also while the thread that leaves its mounts starts other sandboxes."""
+    [owner] = owners(state, os.getpid())
+    opened = len(os.listdir("/proc/self/fd"))
+
+    def present() -> bool:
+        folders = any("grade1" in names for _, names, _ in os.walk(state))
+        return folders or any("grade" in name for name in groups(owner))
+
+    def left() -> bool:
+        # A look at the sandbox may have some descriptors for a moment.
+        return present() or len(os.listdir("/proc/self/fd")) > opened
+
+    grading = asyncio.create_task(sandbox.grade(GradingSpec(script="sleep 600", timeout_s=600.0)))
+    await asyncio.to_thread(until, present)
+    await asyncio.sleep(0.5)  # it has probably begun
+    starting = asyncio.create_task(bubblewrap._spawner.call(lambda: time.sleep(0.5)))
+    while not grading.done():
+        grading.cancel()
+        await asyncio.sleep(0.01)
+    assert grading.cancelled()
+    await starting
+    await asyncio.to_thread(until, lambda: not left())
 
 
 def daemon() -> str:
