@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from batch_runner.dispatcher import ISOLATED_SLOTS, START_TRIES, Dispatcher, Fleet, WorkerLost
     from batch_runner.dryrun import dry_run, forecast_costs, pilot_run, predict
     from batch_runner.groups import run_concurrently
+    from batch_runner.interrupts import catch_signals
     from batch_runner.live_stream import open_live
     from batch_runner.manifest import capabilities, read_manifest, write_manifest
     from batch_runner.plan import (

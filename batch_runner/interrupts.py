@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -59,6 +60,7 @@ class Interrupts:
         self._second = second
         self._count = 0
         self._signals = signals
+        self._process = os.getpid()
 
     @property
     def fired(self) -> bool:
@@ -92,7 +94,8 @@ class Interrupts:
             loop.remove_signal_handler(number)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._count_signal()
+        if os.getpid() == self._process:  # else a child that Ray forked, before it is a program
+            self._count_signal()
         raise KeyboardInterrupt
 
     def _count_signal(self) -> None:

@@ -3,12 +3,14 @@
 import os
 import re
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
 import kit
 import pytest
 
+from batch_runner import catch_signals
 from hermes_rl.evals import summary
 from hermes_rl.store import load_run
 from hermes_rl.testing import FakeServer
@@ -102,6 +104,19 @@ async def test_sigterm_acts_like_the_first_ctrl_c(tmp_path: Path, server: FakeSe
     run.process.send_signal(signal.SIGTERM)
     assert await run.wait() == 130, run.errors
     assert len(kit.final_rows(out)) == check_orderly_end(run)
+
+
+async def test_a_forked_child_does_not_count_the_signal(tmp_path: Path) -> None:
+    """Ray forks its processes, and Ctrl-C may reach one before it is another program."""
+    stopping = tmp_path / "stopping"
+    with (
+        catch_signals(stopping.touch, stopping.touch) as interrupts,
+        interrupts.raising_in_blocking_code(),
+        pytest.raises(subprocess.SubprocessError),
+    ):
+        subprocess.run(["true"], preexec_fn=lambda: signal.raise_signal(signal.SIGINT))  # noqa: ASYNC221
+    assert not interrupts.fired
+    assert not stopping.exists()
 
 
 @pytest.mark.slow

@@ -29,7 +29,9 @@ class KeyIssuer:
 
     def change(self) -> None:
         self.keys.append(f"token-of-hour-{len(self.keys)}-Zq8")
-        self.file.write_text(self.keys[-1] + "\n")
+        new = self.file.with_suffix(".new")
+        new.write_text(self.keys[-1] + "\n")
+        new.rename(self.file)  # a worker may print it at this moment
         if self.server is not None:
             self.server.config = replace(self.server.config, key=self.keys[-1])
 
