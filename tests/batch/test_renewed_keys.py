@@ -1,7 +1,9 @@
 """Runs whose API key expires several times while a command prints the current one."""
 
 import json
+import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,13 @@ class KeyIssuer:
             self.change()
 
     def find_leaks(self) -> None:
-        for path in self.out.rglob("*"):
-            if path.is_file() and any(key.encode() in path.read_bytes() for key in self.keys):
-                self.leaks.add(path.name)
+        """The run may remove files meanwhile."""
+        for folder, _, names in os.walk(self.out):
+            for path in (Path(folder, name) for name in names):
+                with suppress(FileNotFoundError):
+                    content = path.read_bytes() if path.is_file() else b""
+                    if any(key.encode() in content for key in self.keys):
+                        self.leaks.add(path.name)
 
 
 def config(folder: Path, address: str, command: str, run: dict[str, Any], **endpoint: Any) -> Path:
