@@ -191,11 +191,12 @@ async def test_one_ray_serves_all_rounds_and_an_interrupted_round_resumes(tmp_pa
             assert started() == begun, "one Ray serves all rounds"
             return child.returncode or 0, text
 
-        async with FakeServer(FakeConfig(latency_s=0.3)) as server:
+        async with FakeServer(FakeConfig(latency_s=1.0)) as server:
             code, text = await evaluate(server, 0, interrupt_at=3)
             assert code == 130, text
             assert "Resume with: the same command" in text
             assert 3 <= len(server.entries) < 16
+            server.config = FakeConfig()
             code, text = await evaluate(server, 1)
             assert code == 0, text
             assert "b less a: +0%" in text
