@@ -7,6 +7,7 @@ which some resolvers take for addresses, are refused everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -212,19 +213,25 @@ def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address, or on all IPv4 addresses if `host` is empty.
 
     Args:
+        host: of a name's addresses, the first IPv4 one is taken, or the first IPv6 one if it has
+            no other.
         port: 0 takes a free one.
 
     Raises: UserError when the address or the port cannot be used.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
+        found = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)
+        family, _, _, _, (address, _, *scope) = min(found, key=lambda one: one[0] != socket.AF_INET)
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port, *scope))
+            listener.listen(2048)
+            undo.pop_all()
+            return listener
+    except (OSError, OverflowError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
+        shown = f"[{host}]" if ":" in host else host
         raise UserError(
-            f"{host}:{port} cannot be used: {why}. Choose another --host or --port"
+            f"{shown}:{port} cannot be used: {why}. Choose another --host or --port"
         ) from error
-    return listener

@@ -11,7 +11,6 @@ import typer
 from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.network import is_loopback
 
-_EXTRA = "the API server needs fastapi and uvicorn: pip install 'hermes-rl[rl]'"
 _STATE = Path("runs/api.sqlite")
 
 
@@ -56,7 +55,7 @@ def command(
     try:
         from hermes_rl.rl import ApiLimits, ApiOptions, run_api
     except ImportError as error:
-        raise UserError(_EXTRA) from error
+        raise UserError(str(error)) from error
     path = state or (_STATE if compat == "safe" else None)
     limits = ApiLimits(max_batches, env_timeout)
     options = ApiOptions(host, port, compat, path, token, max_body_mb * 2**20, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from ipaddress import ip_address
 
 import pytest
@@ -10,7 +11,7 @@ from hermes_rl.config import parse_assignment, parse_config, to_yaml
 from hermes_rl.definitions import identity_of
 from hermes_rl.errors import UserError
 from hermes_rl.identity import digest
-from hermes_rl.network import AllowedHosts, parse_host, parse_network
+from hermes_rl.network import AllowedHosts, open_listener, parse_host, parse_network
 
 BASE = {"dataset": {"path": "x"}, "model": {"name": "noop"}}
 
@@ -126,3 +127,22 @@ def test_canonical_hosts_parse_to_themselves() -> None:
     found = parse_network("*.A.example:99,[::1],1.2.3.4,b")
     assert isinstance(found, tuple)
     assert parse_network(found) == found
+
+
+def test_a_listener_takes_a_name_of_either_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPv4 where a name has both, IPv6 where it has no other address."""
+    resolve, known = socket.getaddrinfo, {"six.lan": ["::1"], "both.lan": ["::1", "127.0.0.1"]}
+
+    def resolver(host: str, *args: int, **more: int) -> list[object]:
+        return [one for name in known.get(host, [host]) for one in resolve(name, *args, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    wanted = {"six.lan": "::1", "both.lan": "127.0.0.1", "::1": "::1", "": "0.0.0.0"}
+    for host, address in wanted.items():
+        with open_listener(host, 0) as listener:
+            assert listener.getsockname()[0] == address
+            with pytest.raises(UserError, match="Choose another --host or --port"):
+                open_listener(host, listener.getsockname()[1])
+    for host, port in [("127.0.0.1", 70_000), ("a" * 64, 0)]:
+        with pytest.raises(UserError, match=f"{host}:{port} cannot be used"):
+            open_listener(host, port)

@@ -24,6 +24,7 @@ import pytest
 from api_kit import Api
 from atropos_requests import Call, call, environment, trainer
 
+from hermes_rl.cli import main
 from hermes_rl.rl import NewGroup, TrajectoryQueue
 
 
@@ -399,6 +400,18 @@ def test_an_upload_that_is_slow_and_moves_is_taken(quick: int) -> None:
     half = b" " * (1 << 20)
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % (2 * len(half) + 2)
     assert answers_to(quick, head + half, half + b"{}")[0] == [422]
+
+
+def test_without_the_extra_one_line_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "hermes_rl.rl.atropos.server", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'hermes-rl\[rl\]'"):
+        exec("from hermes_rl.rl import *", {})
+    assert main(["api"]) == 2
+    errors = capsys.readouterr().err
+    assert "pip install 'hermes-rl[rl]'" in errors and errors.count("\n") == 1
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, api: Api) -> None:

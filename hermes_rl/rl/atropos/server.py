@@ -21,15 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import uvicorn
-from fastapi import BackgroundTasks, FastAPI, Header, HTTPException, Request, Response
-from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
-from fastapi.middleware.gzip import GZipMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse
+try:
+    import uvicorn
+    from fastapi import BackgroundTasks, FastAPI, Header, HTTPException, Request, Response
+    from fastapi.concurrency import run_in_threadpool
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.middleware.cors import CORSMiddleware
+    from fastapi.middleware.gzip import GZipMiddleware
+    from fastapi.responses import JSONResponse, PlainTextResponse
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise ImportError(
+        "the API server needs fastapi and uvicorn: pip install 'hermes-rl[rl]'"
+    ) from error
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hermes_rl.network import is_local_name, is_loopback, open_listener
 from hermes_rl.rl.atropos.queue import (
