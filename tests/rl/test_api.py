@@ -411,7 +411,8 @@ def test_without_the_extra_one_line_names_it(
         exec("from hermes_rl.rl import *", {})
     assert main(["api"]) == 2
     errors = capsys.readouterr().err
-    assert "pip install 'hermes-rl[rl]'" in errors and errors.count("\n") == 1
+    assert "pip install 'hermes-rl[rl]'" in errors
+    assert errors.count("\n") == 1
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path, api: Api) -> None:
