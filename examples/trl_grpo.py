@@ -26,10 +26,10 @@ class Rollouts(TrainerCallback):
 
     def __init__(self, feed: RowFeed) -> None:
         self.feed = feed
-        self.batch: list[Row] = []
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        self.batch = self.feed.take(len(prompts))
+        self.batch: list[Row] = self.feed.take(len(prompts))
+        assert len(self.batch) == len(prompts), "the environment has no further batch of rows"
         uses = trainer.args.steps_per_generation * trainer.num_iterations
         steps = math.ceil(uses / trainer.args.gradient_accumulation_steps)
         self.feed.acknowledge(step=trainer.state.global_step + steps)  # when it will be trained

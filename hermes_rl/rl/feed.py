@@ -89,6 +89,10 @@ class _QueuedGroup:
     stale: int = 0
 
 
+class _NoMoreTasks(RuntimeError):
+    """The stream has ended with its tasks."""
+
+
 class _RowQueue(queue.Queue[Any]):
     """Tells which row was taken. Holds pairs of a row and what is returned for it."""
 
@@ -170,24 +174,32 @@ class RowFeed:
             self._thread = None
 
     def check(self, stale_after_s: float | None = None) -> None:
-        """Raise what ended the stream, or RuntimeError after so long without a group, in s."""
-        if self._error is not None:
+        """Raise what ended the stream, once all rows were taken, or RuntimeError after so long
+        without a group, in s."""
+        if self._error is not None and self.queue.empty():
             raise self._error
         silent = time.monotonic() - self._last_group
         if stale_after_s is not None and self.queue.empty() and silent > stale_after_s:
             raise RuntimeError(f"no group for {silent:.0f} s")
 
     def take(self, count: int) -> list[Any]:
-        """Return the next rows; waits for them. Raises: what ended the stream before that."""
+        """Return the next rows; waits for them. Fewer at the end of the tasks, none after it.
+
+        Raises: what ended the stream before that.
+        """
         if self._thread is None:
             raise UserError("the feed is not open. Use `with RowFeed(...) as feed`")
         rows: list[Any] = []
         while len(rows) < count:
+            error = self._error  # set after the last row
             try:
                 rows.append(self.queue.get(timeout=_POLL_SECONDS))
             except queue.Empty:
-                if self.queue.empty():
-                    self.check()
+                if error is None:
+                    continue
+                if rows or isinstance(error, _NoMoreTasks):
+                    break
+                raise error from None
         return rows
 
     def acknowledge(self, step: int) -> int:
@@ -213,7 +225,7 @@ class RowFeed:
                 self._give(group)
                 if self._stopping.is_set():
                     return
-            self._error = RuntimeError("the environment has no more tasks")
+            self._error = _NoMoreTasks("the environment has no more tasks")
         except BaseException as error:  # raised by `check` on the trainer's thread
             self._error = error
 

@@ -138,6 +138,7 @@ DIFFERENCES: tuple[tuple[list[Call], Call, int, int], ...] = (
     ([], call("POST", "/scored_data", group(env_id=-1, size=1)), 500, 422),
     ([], Call("POST", "/scored_data", gzip.compress(b"{}")[:9], GZIPPED), 500, 400),
     ([], call("POST", "/register", trainer(num_steps=10**30)), 200, 422),
+    ([], call("POST", "/register", trainer(wandb_group="\ud800")), 200, 422),
     ([], call("POST", "/register-env", environment(weight=float("nan"))), 200, 422),
     ([], call("GET", "/status-env", {"env_id": 0}), 500, 404),
     ([], call("GET", "/reset_data"), 200, 200),

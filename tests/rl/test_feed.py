@@ -114,7 +114,7 @@ async def test_what_a_trainer_drops_as_stale_is_rejected(lab: Lab, tmp_path: Pat
     assert set(reasons) == {"stale: more than 1 versions old"}
 
 
-async def test_the_end_of_the_tasks_is_raised_where_rows_are_taken(
+async def test_the_last_rows_of_the_tasks_are_taken_and_the_end_is_an_empty_list(
     lab: Lab, tmp_path: Path
 ) -> None:
     lab.write(TALK.replace("endless = True", "").replace("while True", "while n < 2"))
@@ -122,9 +122,10 @@ async def test_the_end_of_the_tasks_is_raised_where_rows_are_taken(
 
     def train(engine: ExactEngine) -> None:
         with make_feed(lab, make_policy(engine, tokenizer)) as feed:
-            assert len(feed.take(4)) == 4
+            assert [len(feed.take(3)) for _ in range(3)] == [3, 1, 0]
+            assert feed.acknowledge(1) == 2
             with pytest.raises(RuntimeError, match="the environment has no more tasks"):
-                feed.take(1)
+                feed.check()
 
     async with ExactEngine(ExactConfig(tokenizer=tokenizer)) as engine:
         await asyncio.to_thread(train, engine)

@@ -48,6 +48,7 @@ from hermes_rl.rl.atropos.queue import (
 )
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Text = Annotated[str, Field(min_length=0)]  # with a limit, pydantic refuses lone surrogates
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=200)]
 
@@ -55,11 +56,11 @@ Key = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_le
 class Trainer(BaseModel):
     """Body of `/register`."""
 
-    wandb_group: str
-    wandb_project: str
+    wandb_group: Text
+    wandb_project: Text
     batch_size: Integer
     max_token_len: Integer
-    checkpoint_dir: str
+    checkpoint_dir: Text
     save_checkpoint_interval: Integer
     starting_step: Integer
     num_steps: Integer
@@ -69,7 +70,7 @@ class EnvironmentInfo(BaseModel):
     """Body of `/register-env`."""
 
     max_token_length: Integer
-    desired_name: str
+    desired_name: Text
     weight: Finite
     group_size: Integer
     min_batch_allocation: Finite | None = None
