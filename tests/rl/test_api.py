@@ -161,6 +161,21 @@ def test_a_silent_environment_does_not_block_the_others_and_comes_back(tmp_path:
         assert api.get("/status-env", {"env_id": silent})["unallocated_fraction"] == 0.5
 
 
+def test_an_environment_that_left_and_registers_again_counts_again() -> None:
+    """As `env serve` does when it is stopped and started again: with the same key."""
+    queue = TrajectoryQueue(None, "safe")
+    queue.register(trainer(batch_size=4))
+    queue.take(None)
+    shares = environment(group_size=2, min_batch_allocation=0.5)
+    env = queue.register_env(shares, "a")["env_id"]
+    assert queue.disconnect_env(-1)["status"] == "failure"
+    assert queue.status_env(env)["unallocated_fraction"] == 0.5
+    queue.disconnect_env(env)
+    assert queue.status_env(env)["unallocated_fraction"] == 1.0
+    assert queue.register_env(shares, "a")["env_id"] == env
+    assert queue.status_env(env)["unallocated_fraction"] == 0.5
+
+
 def test_a_second_trainer_replaces_the_first(api: Api) -> None:
     env = ready(api)
     api.post("/scored_data", numbered(1, env))

@@ -308,6 +308,7 @@ class TrajectoryQueue:
                 self.counts["refused"] += 1
             elif reply["status"] == "success":
                 self._seen[reply["env_id"]] = time.monotonic()
+                state.envs[reply["env_id"]].connected = True  # again, with the key of before
         return reply
 
     def disconnect_env(self, env_id: int) -> Reply:
@@ -316,6 +317,8 @@ class TrajectoryQueue:
             if state.started is None:
                 return {"status": "failure", "error": "'State' object has no attribute 'envs'"}
             try:
+                if env_id < 0 and not self.exact:
+                    raise IndexError("list index out of range")
                 state.envs[env_id].connected = False
             except IndexError as error:
                 return {"status": "failure", "error": str(error)}
