@@ -624,15 +624,15 @@ class LiveGroups:
         row, again = self._queue.popleft()
         self.source.wake()
         ids = [one for one in row["trajectory_ids"] if one is not None]
-        found: Rows = await asyncio.to_thread(self._rows.read, ids)
+        try:
+            found: Rows = await asyncio.to_thread(self._rows.read, ids)
+        except asyncio.CancelledError:  # the consumer waited with a time limit
+            self._queue.appendleft((row, again))
+            self._changed.set()
+            raise
         self._rows.drop(ids)
-        return make_live_group(
-            row,
-            {one: found[one].decoded() for one in ids},
-            advantage=self.options.advantage,
-            again=again,
-            handle=self,
-        )
+        rows, kind = {one: found[one].decoded() for one in ids}, self.options.advantage
+        return make_live_group(row, rows, advantage=kind, again=again, handle=self)
 
     def _raise_stop(self) -> None:
         stop = self.source.stop

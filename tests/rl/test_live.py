@@ -122,6 +122,10 @@ async def test_groups_are_complete_and_acknowledged_once(lab: Lab) -> None:
             assert sum(a for a in advantages if a is not None) == pytest.approx(0, abs=1e-9)
             assert all(m.trajectory and m.trajectory["messages"] for m in group.members)
         async with open_stream(lab, server) as stream:
+            timed_out = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            timed_out.cancel()
+            await asyncio.wait([timed_out])
             again = await take(stream, len(held), ack=7)
             assert [g.group_id for g in again] == [g.group_id for g in held]
             assert all(group.again for group in again)
