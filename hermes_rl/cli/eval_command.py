@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase as fnmatch
 from itertools import islice
@@ -213,9 +213,9 @@ def _check_values(values: Mapping[str, Any]) -> None:
     """Raises: UserError for an option that has a wrong value, or is for other targets."""
     from hermes_rl.evals import BENCHMARKS
 
-    for option in ("limit", "width"):
+    for option in ("limit", "width", "max_usd"):
         if values[option] is not None and not values[option] > 0:
-            raise UserError(f"--{option} must be above 0")
+            raise UserError(f"--{option.replace('_', '-')} must be above 0")
     if values["calls"] is not None and values["target"] not in BENCHMARKS:
         raise UserError(f"--calls is for bfcl and bfcl-live; {values['target']} is neither")
 
@@ -434,20 +434,25 @@ def _summaries(evaluation: _Evaluation, size: int) -> list[Summary]:
 
 
 def _compared(
-    evaluation: _Evaluation, size: int, summaries: Iterable[Summary]
+    evaluation: _Evaluation, size: int, summaries: Sequence[Summary]
 ) -> tuple[list[Comparison], list[str]]:
-    """Compare the models that have a score; also why some pairs are not compared."""
+    """Compare the solved shares of the models that have a score, and mean rewards where some are
+    neither 0 nor 1; also why some pairs are not compared."""
     from hermes_rl.evals import NotCompared, compare_all
     from hermes_rl.store import load_run
 
-    unscored = _unscored(evaluation, summaries)
-    scored = [c.run.out or "" for model, c in evaluation.configs.items() if model not in unscored]
-    if len(scored) < 2:
+    unscored, tasks = _unscored(evaluation, summaries), _first_tasks(evaluation, size)
+    outs = [c.run.out or "" for model, c in evaluation.configs.items() if model not in unscored]
+    if len(outs) < 2:
         return [], []
+    scored = [load_run(out) for out in outs]
     with warnings.catch_warnings(record=True) as left_out:
         warnings.simplefilter("always")
-        pairs = compare_all([load_run(out) for out in scored], tasks=_first_tasks(evaluation, size))
-    return pairs, [str(one.message) for one in left_out if one.category is NotCompared]
+        pairs = compare_all(scored, tasks=tasks)
+        if any(one.partial for one in summaries):
+            pairs += compare_all(scored, tasks=tasks, score="reward")
+    reasons = (str(one.message) for one in left_out if one.category is NotCompared)
+    return pairs, list(dict.fromkeys(reasons))
 
 
 def _first_tasks(evaluation: _Evaluation, size: int) -> frozenset[str] | None:
@@ -493,7 +498,9 @@ def _is_narrow(evaluation: _Evaluation, size: int, width: float | None) -> bool:
         return False
     summaries = _summaries(evaluation, size)
     comparisons, _ = _compared(evaluation, size, summaries)
-    intervals = [pair.difference for pair in comparisons] or [one.solved for one in summaries]
+    intervals = [pair.difference for pair in comparisons]
+    for one in () if comparisons else summaries:
+        intervals += [one.solved, one.reward] if one.partial else [one.solved]
     return all((one.high - one.low) / 2 * 100 <= width for one in intervals)
 
 
@@ -534,6 +541,7 @@ def _report(evaluation: _Evaluation, size: int, *, as_json: bool) -> list[str]:
                 "tasks": found.tasks,
                 "units": found.units,
                 "solved": _finite(found.solved),
+                "reward": _finite(found.reward),
                 "never_graded": found.never_graded,
                 **_finite_shares(found),
                 "bounds": _finite(found.bounds),
@@ -583,6 +591,7 @@ def _comparison_fields(pair: Comparison) -> dict[str, Any]:
     return {
         "a": pair.a,
         "b": pair.b,
+        "score": pair.score,
         "difference": _finite(pair.difference),
         "p_value": pair.p_value,
         "verdict": pair.verdict,

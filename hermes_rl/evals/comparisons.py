@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hermes_rl.errors import UserError
 from hermes_rl.evals.plots import (
     BLUE,
@@ -25,7 +23,7 @@ from hermes_rl.evals.plots import (
     title,
 )
 from hermes_rl.evals.stats import share_interval
-from hermes_rl.evals.summaries import task_scores
+from hermes_rl.evals.summaries import pass_interval, task_scores
 from hermes_rl.text import many
 
 if TYPE_CHECKING:
@@ -66,7 +64,8 @@ def plot_scores(*runs: Run) -> Plot:
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("solved, with the 95 % interval over tasks")
-    title(axes, "Solved share", many(int(frame["tasks"].max()), "task"))
+    least, most = int(frame["tasks"].min()), int(frame["tasks"].max())
+    title(axes, "Solved share", ("" if least == most else f"{least:,} to ") + many(most, "task"))
     return Plot(figure, frame)
 
 
@@ -114,18 +113,13 @@ def plot_pass_at_k(*runs: Run) -> Plot:
     rows: list[dict[str, Any]] = []
     for run in runs:
         scores = _scores(run)
-        units = scores["units"].to_numpy()
-        solved = np.rint(scores["solved"].to_numpy() * units).astype(int)
-        for k in range(1, int(units.max()) + 1):
-            pairs = [(int(n), int(c)) for n, c in zip(units, solved, strict=True) if n >= k]
-            for kind, value in (
-                ("pass@k", [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in pairs]),
-                ("pass^k", [math.comb(c, k) / math.comb(n, k) for n, c in pairs]),
-            ):
-                mean, low, high = share_interval(value)
+        for k in range(1, int(scores["units"].max()) + 1):
+            for kind in ("pass@k", "pass^k"):
+                value, low, high = pass_interval(scores, k, every=kind == "pass^k")
                 rows.append({
-                    "run": run.path.name, "k": k, "kind": kind, "tasks": len(pairs),
-                    "value": mean, "low": low, "high": high,
+                    "run": run.path.name, "k": k, "kind": kind,
+                    "tasks": int((scores["units"] >= k).sum()),
+                    "value": value, "low": low, "high": high,
                 })  # fmt: skip
     frame = pd.DataFrame(rows)
     figure, (axes,) = make_canvas(9)

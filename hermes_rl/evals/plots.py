@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -138,7 +138,8 @@ def plot_tokens(run: Run, *, limit: int = MAX_TASKS) -> Plot:
 
 
 def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Plot:
-    """Plot the difference of the solved share of each task, and the mean with its interval.
+    """Plot the difference of each task (solved share or mean reward), and the mean with its
+    interval.
 
     Frame: `comparison.per_task`.
 
@@ -158,15 +159,19 @@ def plot_difference(comparison: Comparison, *, limit: int = MAX_TASKS) -> Plot:
     axes.plot([0.0] * len(zeros), zeros, "o", color=FAINT, markersize=4, zorder=3)
     axes.axvline(0, color=INK, linewidth=0.8, zorder=3)
     name_rows(axes, [str(task) for task in shown["task_id"]])
-    axes.set_xlim(-1.02, 1.02)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}" if value else "0")
+    most = max(1.0, float(frame["difference"].abs().max()))
+    axes.set_xlim(-1.02 * most, 1.02 * most)
+    axes.xaxis.set_major_formatter(lambda value, _: comparison.shown(value) if value else "0")
     a, b = (short(name, 22) for name in (comparison.a, comparison.b))
-    axes.set_xlabel(f"{a} solved more  |  {b} solved more")
+    verb, what = (
+        ("solved", "solved share") if comparison.score == "solved" else ("scored", "reward")
+    )
+    axes.set_xlabel(f"{a} {verb} more  |  {b} {verb} more")
     mean = comparison.difference
     title(
         axes,
-        f"{b} less {a}: {mean.mean:+.0%}" + _bounds(mean, "+.0%"),
-        f"difference of the solved share, {many(comparison.tasks, 'common task')}"
+        f"{b} less {a}: {comparison.shown(mean.mean)}" + _bounds(mean, comparison.shown),
+        f"difference of the {what}, {many(comparison.tasks, 'common task')}"
         + _only(len(shown), len(frame), "most different"),
     )
     return Plot(figure, frame)
@@ -293,10 +298,10 @@ def title(axes: Axes, text: str, note: str) -> None:
     axes.text(0, 1.0, note, transform=axes.transAxes, fontsize=8.5, color=FAINT, va="bottom")
 
 
-def _bounds(whole: Interval, form: str = ".0%") -> str:
+def _bounds(whole: Interval, shown: Callable[[float], str] = "{:.0%}".format) -> str:
     if math.isnan(whole.low):
         return ""
-    return f" ({whole.low:{form}} to {whole.high:{form}} over tasks)"
+    return f" ({shown(whole.low)} to {shown(whole.high)} over tasks)"
 
 
 def note_of(shown: int, there: int, which: str) -> str:

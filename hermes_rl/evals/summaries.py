@@ -33,6 +33,9 @@ ALPHA, POWER = 0.05, 0.8
 ROUNDING = 1e-12
 """Differences below it come from sums of fractions."""
 
+Score = Literal["solved", "reward"]
+"""What is compared: solved shares, or mean rewards, which count partial rewards too."""
+
 _KEYS = ["task_id", "task_hash"]
 _UNITS = [*_KEYS, "unit_id", "reward", "turns", "truncated", "attempt"]
 _FAILURES = [*_KEYS, "unit_id", "owner", "cause", "error"]
@@ -58,6 +61,8 @@ class Summary:
     """Share of units solved, averaged per task, then over tasks."""
     reward: Interval
     """Mean reward, averaged per task, then over tasks."""
+    partial: bool
+    """Whether there are rewards other than 0 and 1, about which solved shares say little."""
     variance: VarianceSplit
     """Of the solved share: how much tasks and repeats contribute."""
     all_failed: float
@@ -102,6 +107,10 @@ class Summary:
         if self.tasks > 1:
             solved += f" (95 % interval {self.solved.low:.0%} to {self.solved.high:.0%})"
         there = f"{many(self.tasks, 'task')}, {many(self.units, 'unit')}"
+        if self.partial:
+            solved += f", mean reward {self.reward.mean:.3g}"
+        if self.partial and self.tasks > 1:
+            solved += f" ({self.reward.low:.3g} to {self.reward.high:.3g})"
         text = f"{self.name}: {solved} over {there}; {left_out}"
         if self.never_graded:
             low, high = self.bounds
@@ -136,6 +145,7 @@ def summary(run: Run, *, by: str | None = None, tasks: Collection[str] | None = 
         units=units,
         solved=stats.share_interval(per_task["solved"].to_numpy(), clusters, units=units),
         reward=stats.mean_interval(per_task["reward"].to_numpy(), clusters),
+        partial=not graded["reward"].isin([0, 1]).all(),
         variance=stats.variance_split(
             (graded["reward"] >= SOLVED).to_numpy(), graded.groupby(_KEYS).ngroup().to_numpy()
         ),
@@ -253,15 +263,21 @@ def pass_at(run: Run, k: int, *, every: bool = False) -> Interval:
     Raises: UserError when no task has k graded units.
     """
     graded = task_scores(run.frame("trajectories", _UNITS))
-    scores = graded[graded["units"] >= k]
-    if scores.empty or k < 1:
+    tasks = int((graded["units"] >= k).sum())
+    if not tasks or k < 1:
         raise UserError(f"{run.path.name}: no task has {many(k, 'graded unit')}. Use a smaller k")
-    if left_out := len(graded) - len(scores):
+    if left_out := len(graded) - tasks:
         warnings.warn(
             f"{run.path.name}: pass at {k} leaves out {left_out} of {len(graded)} tasks, which "
             f"have fewer than {k} graded units",
             stacklevel=2,
         )
+    return pass_interval(graded, k, every=every)
+
+
+def pass_interval(graded: pd.DataFrame, k: int, *, every: bool) -> Interval:
+    """Estimate pass@k, or pass^k, from the scores of tasks that have k graded units."""
+    scores = graded[graded["units"] >= k]
     estimate = stats.pass_hat_k if every else stats.pass_at_k
     solved = (scores["solved"] * scores["units"]).round().astype(int)
     pairs = zip(scores["units"], solved, strict=True)
@@ -277,7 +293,7 @@ class Comparison:
     b: str
     tasks: int
     difference: Interval
-    """Solved share of b minus that of a, averaged over tasks; `stats.difference_interval`."""
+    """Solved share (or mean reward) of b minus that of a, averaged over tasks."""
     p_value: float
     """Of no difference; adjusted for the number of comparisons by `compare_all`."""
     test: Literal["exact McNemar", "sign flips"]
@@ -289,7 +305,7 @@ class Comparison:
     verdict: Literal["a", "b", "undecided"]
     """The better run, if p_value is below 0.05 and the difference is at least `detectable`."""
     per_task: pd.DataFrame
-    """task_id, solved_a, solved_b, difference."""
+    """task_id, solved_a, solved_b (or reward_a, reward_b), difference."""
     only_a: list[str]
     """Tasks that are graded only in a, and left out."""
     only_b: list[str]
@@ -297,6 +313,11 @@ class Comparison:
     """What is missing from runs that are not complete (`Run.unfinished`)."""
     clusters: int | None = None
     """Clusters of the tasks; None for tasks on their own."""
+    score: Score = "solved"
+
+    def shown(self, value: float) -> str:
+        """A difference as text, with its sign."""
+        return f"{value:+.0%}" if self.score == "solved" else f"{round(value, 12) + 0.0:+.3g}"
 
     @property
     def tasks_needed(self) -> int | None:
@@ -314,12 +335,13 @@ class Comparison:
     def __str__(self) -> str:
         d = self.difference
         better = {"a": f"{self.a} is better", "b": f"{self.b} is better"}
-        interval = f" (95 % interval {d.low:+.0%} to {d.high:+.0%})" if self.tasks > 1 else ""
+        bounds = f" (95 % interval {self.shown(d.low)} to {self.shown(d.high)})"
+        what = "mean reward " if self.score == "reward" else ""
         alone = ((self.only_a, self.a), (self.only_b, self.b))
         left_out = [f"{many(len(tasks), 'task')} only in {run}" for tasks, run in alone if tasks]
         return (
-            f"{self.b} less {self.a}: {d.mean:+.0%}{interval} over "
-            f"{many(self.tasks, 'common task')}: "
+            f"{self.b} less {self.a}: {what}{self.shown(d.mean)}{bounds if self.tasks > 1 else ''} "
+            f"over {many(self.tasks, 'common task')}: "
             f"{better.get(self.verdict) or self._why_undecided()}"
             + (f"; left out: {', '.join(left_out)}" if left_out else "")
             + "".join(f"; {line}" for line in self.unfinished)
@@ -333,7 +355,9 @@ class Comparison:
         if abs(self.difference.mean) < ROUNDING or self.tasks < 2:
             return "no difference shown"
         if self.p_value < ALPHA:
-            why = f"below the {self.detectable:.1%} that {self.tasks} tasks can show"
+            least = self.detectable
+            shown = f"{least:.1%}" if self.score == "solved" else f"{least:.2g}"
+            why = f"below the {shown} that {self.tasks} tasks can show"
         else:
             why = f"no difference shown (p = {self.p_value:.2g}, {self.test})"
         needed = self.tasks_needed
@@ -347,7 +371,12 @@ def _verdict(p_value: float, difference: float, least: float) -> Literal["a", "b
 
 
 def compare(
-    a: Run, b: Run, *, by: str | None = None, tasks: Collection[str] | None = None
+    a: Run,
+    b: Run,
+    *,
+    by: str | None = None,
+    tasks: Collection[str] | None = None,
+    score: Score = "solved",
 ) -> Comparison:
     """Compare two runs over their common tasks.
 
@@ -358,10 +387,53 @@ def compare(
         by: a column of `metadata`; interval, p-value and verdict are clustered by it (see
             `summary`).
         tasks: only these, by `task_hash`.
+        score: `reward` for mean rewards instead of solved shares.
 
     Raises: UserError when no task is graded in both.
     """
     left, right = (task_scores(_frame(run, "trajectories", _UNITS, tasks)) for run in (a, b))
+    both = _common(a, b, left, right)
+    of_a, of_b = both[f"{score}_a"], both[f"{score}_b"]
+    both["difference"] = (of_b - of_a).round(12)  # sums of fractions differ by their order
+    values = both["difference"].to_numpy()
+    clusters = _clusters(a, both, by)
+    single = bool(((both["units_a"] == 1) & (both["units_b"] == 1)).all())
+    if exact := single and score == "solved" and clusters is None:
+        p_value = stats.mcnemar(int((values < 0).sum()), int((values > 0).sum()))
+    else:  # all tasks of a cluster change sides together
+        p_value = stats.sign_flips(values if clusters is None else _sums(values, clusters))
+    is_share = of_a.between(0, 1).all() and of_b.between(0, 1).all()
+    interval = (stats.difference_interval if is_share else stats.mean_interval)(values, clusters)
+    number = len(both if clusters is None else set(clusters))
+    deviation = stats.standard_error(values, clusters) * math.sqrt(number)
+    least = stats.detectable_effect(deviation, number, alpha=ALPHA, power=POWER)
+    varied = of_a.nunique() > 1 and of_b.nunique() > 1
+    common = set(both["task_hash"])
+    return Comparison(
+        a=a.path.name,
+        b=b.path.name,
+        tasks=len(both),
+        difference=interval,
+        p_value=p_value,
+        test="exact McNemar" if exact else "sign flips",
+        detectable=least,
+        correlation=float(of_a.corr(of_b)) if varied else math.nan,
+        verdict=_verdict(p_value, interval.mean, least),
+        per_task=both[["task_id", f"{score}_a", f"{score}_b", "difference"]],
+        only_a=sorted(left.loc[~left["task_hash"].isin(common), "task_id"]),
+        only_b=sorted(right.loc[~right["task_hash"].isin(common), "task_id"]),
+        unfinished=[
+            f"{run.path.name}: {run.unfinished}"
+            for run in (a, b)
+            if tasks is None and run.unfinished is not None
+        ],
+        clusters=None if clusters is None else number,
+        score=score,
+    )
+
+
+def _common(a: Run, b: Run, left: pd.DataFrame, right: pd.DataFrame) -> pd.DataFrame:
+    """The scores of the tasks that both runs have graded. Raises: UserError for none."""
     for run, scores in ((a, left), (b, right)):
         if scores.empty:
             raise UserError(f"{run.path.name}: nothing was graded, so there is nothing to compare")
@@ -371,40 +443,7 @@ def compare(
             f"{a.path.name} and {b.path.name} have no graded task in common. "
             "Compare runs of one dataset"
         )
-    both["difference"] = both["solved_b"] - both["solved_a"]
-    values = both["difference"].to_numpy()
-    clusters = _clusters(a, both, by)
-    single = clusters is None and bool(((both["units_a"] == 1) & (both["units_b"] == 1)).all())
-    if single:
-        p_value = stats.mcnemar(int((values < 0).sum()), int((values > 0).sum()))
-    else:  # all tasks of a cluster change sides together
-        p_value = stats.sign_flips(values if clusters is None else _sums(values, clusters))
-    interval = stats.difference_interval(values, clusters)
-    number = len(both if clusters is None else set(clusters))
-    deviation = stats.standard_error(values, clusters) * math.sqrt(number)
-    least = stats.detectable_effect(deviation, number, alpha=ALPHA, power=POWER)
-    varied = both["solved_a"].nunique() > 1 and both["solved_b"].nunique() > 1
-    common = set(both["task_hash"])
-    return Comparison(
-        a=a.path.name,
-        b=b.path.name,
-        tasks=len(both),
-        difference=interval,
-        p_value=p_value,
-        test="exact McNemar" if single else "sign flips",
-        detectable=least,
-        correlation=float(both["solved_a"].corr(both["solved_b"])) if varied else math.nan,
-        verdict=_verdict(p_value, interval.mean, least),
-        per_task=both[["task_id", "solved_a", "solved_b", "difference"]],
-        only_a=sorted(left.loc[~left["task_hash"].isin(common), "task_id"]),
-        only_b=sorted(right.loc[~right["task_hash"].isin(common), "task_id"]),
-        unfinished=[
-            f"{run.path.name}: {run.unfinished}"
-            for run in (a, b)
-            if tasks is None and run.unfinished is not None
-        ],
-        clusters=None if clusters is None else number,
-    )
+    return both
 
 
 def _sums(values: npt.NDArray[Any], clusters: Sequence[str]) -> npt.NDArray[Any]:
@@ -421,20 +460,22 @@ def compare_all(
     runs: Sequence[Run],
     *,
     correction: Literal["holm", "benjamini-hochberg"] = "holm",
+    by: str | None = None,
     tasks: Collection[str] | None = None,
+    score: Score = "solved",
 ) -> list[Comparison]:
     """Compare every pair of runs, with p-values adjusted for the number of pairs.
 
     Args:
         correction: `holm` for claims, `benjamini-hochberg` for exploring.
-        tasks: only these, by `task_hash`.
+        by, tasks, score: as in `compare`.
 
     Pairs without a graded task in common are left out, with a `NotCompared` warning for each.
     """
     pairs: list[Comparison] = []
     for a, b in combinations(runs, 2):
         try:
-            pairs.append(compare(a, b, tasks=tasks))
+            pairs.append(compare(a, b, by=by, tasks=tasks, score=score))
         except UserError as error:
             warnings.warn(NotCompared(f"not compared: {error}"), stacklevel=2)
     adjust = stats.holm if correction == "holm" else stats.benjamini_hochberg

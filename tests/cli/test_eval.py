@@ -129,6 +129,24 @@ async def test_models_without_a_common_graded_task_are_named(tmp_path: Path) -> 
     ]
 
 
+def test_partial_rewards_are_in_the_result(tmp_path: Path, base_url: str) -> None:
+    script = 'SCRIPT: ["{\\"a\\": 1, \\"b\\": 2}"]'
+    score = {"type": "json", "fields": {"a": 1, "b": 2, "c": 3, "d": 4}}
+    write_rows(tmp_path / "t.jsonl", *({"prompt": f"{n}\n{script}", "score": score} for n in "xy"))
+    models = ("--model", "a", "--model", "b", "--base-url", base_url)
+    command = ("eval", "t.jsonl", *models, "--workers", "0", "--toolsets", "none")
+    for bad in ("nan", "-1"):
+        refused = run_cli(*command, "--max-usd", bad, cwd=tmp_path)
+        assert (refused.code, refused.err) == (2, "error: --max-usd must be above 0\n")
+    done = run_cli(*command, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "mean reward 0.5 (0.5 to 0.5) over 2 tasks, 2 units" in done.out
+    assert "b less a: mean reward +0 (95 % interval -1 to +1) over 2 common tasks: " in done.out
+    kept = json.loads((tmp_path / "runs/eval-t/evaluation.json").read_text())
+    assert kept["models"]["a"]["reward"] == [0.5, 0.5, 0.5]
+    assert [pair["score"] for pair in kept["comparisons"]] == ["solved", "reward"]
+
+
 def test_max_usd_is_a_cap_for_all_models_and_starts(tmp_path: Path, base_url: str) -> None:
     write_rows(tmp_path / "gsm8k.jsonl", *GSM8K)
     price = '{"input": 10, "output": 50, "cache_read": 10}'

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from hermes_rl import evals
 from hermes_rl.errors import UserError
 from hermes_rl.evals import NotCompared, compare, compare_all, grouped, pass_at, summary
 
@@ -231,6 +232,30 @@ def test_equal_differences_have_an_interval_with_a_width(reward: float) -> None:
     low, high = found.difference[1:]
     assert low < reward - 0.05
     assert high == pytest.approx(1.0) if reward else high > 0.05
+
+
+def test_partial_rewards_are_summarised_and_compared_by_their_mean() -> None:
+    a = run("a", {f"t{n}": [0.1 * (n % 3)] for n in range(30)})
+    b = run("b", {f"t{n}": [0.1 * (n % 3) + 0.3 + 0.1 * (n % 2)] for n in range(30)})
+    assert "solved 0% (95 % interval 0% to 12%), mean reward 0.1 (0.069 to 0.131) o" in str(
+        summary(a)
+    )
+    assert "mean" not in str(summary(run("r", {"x": [1.0], "y": [0.0]})))
+    assert compare(a, b).verdict == "undecided"
+    (pair,) = compare_all([a, b], score="reward")
+    assert (pair.verdict, pair.per_task.columns[1]) == ("b", "reward_a")
+    text = "b less a: mean reward +0.35 (95 % interval +0.331 to +0.369) over 30 common tasks: b is"
+    assert str(pair).startswith(text)
+    far = run("far", {f"t{n}": [100.0 * n] for n in range(30)})
+    assert compare(a, far, score="reward").difference.high > 1_000
+    axes = evals.plot_difference(pair).figure.axes[0]
+    assert axes.get_title(loc="left") == "b less a: +0.35 (+0.331 to +0.369 over tasks)"
+    # 0.1 + 0.2 + 0.3 depends on the order of the terms: no difference.
+    orders = ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1])
+    same = [run(str(i), {f"t{n}": values for n in range(30)}) for i, values in enumerate(orders)]
+    found = compare(*same, score="reward")
+    assert (found.p_value, found.verdict) == (1, "undecided")
+    assert "mean reward +0 (" in str(found)
 
 
 def test_sums_that_differ_from_0_by_rounding_need_no_tasks() -> None:

@@ -178,7 +178,12 @@ def check(plot: evals.Plot, rows: int) -> None:
 
 
 def test_pass_at_k_is_the_unbiased_estimate(small: Run) -> None:
-    frame = evals.plot_pass_at_k(small).frame.set_index(["kind", "k"])["value"]
+    whole = evals.plot_pass_at_k(small).frame.set_index(["kind", "k"])
+    for kind, every in (("pass@k", False), ("pass^k", True)):
+        for k in (1, 3):
+            drawn = whole.loc[(kind, k), ["value", "low", "high"]].tolist()
+            assert drawn == list(evals.pass_at(small, k, every=every))
+    frame = whole["value"]
     solved = evals.summary(small).solved.mean
     assert frame["pass@k", 1] == pytest.approx(solved)
     assert frame["pass^k", 1] == pytest.approx(solved)
