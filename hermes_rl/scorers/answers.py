@@ -70,14 +70,18 @@ def _occurs(target: str, text: str) -> bool:
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 _HASHES = re.compile(r"####[ \t]*+(?=\S)")
-_ANSWER_IS = r"\banswer\**+[ \t]*+(?:is|:|=|\uff1a)(?!\w)[ \t]*+:?\**+[ \t]*+"
+_ANSWER_IS = r"\banswer\**+[ \t]*+(?:is|:|=|\uff1a)(?!\w)[ \t]*+:?+\**+[ \t]*+"
 _THEREFORE = r"(?:(?:so|thus|hence|therefore|the|my|our|final|correct)\b,?[ \t*]*+)*+"
+_OPTION = r"[*(]*+[A-Z][).:]"
 _STATED = re.compile(
     rf"{_ANSWER_IS}(?:{_THEREFORE}{_ANSWER_IS})*+"
-    r"(?:\n\s*+(?=\S{1,30}[ \t]*+$))?(?=\S)",
+    r"(?:\n\s*+(?:(?:\\\[|\$\$)\s*+|(?=\S{1,30}[ \t]*+$)"
+    rf"|(?={_OPTION}[ \t*][^\n]*+(?!\s*+{_OPTION}))))?",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What follows in the line, or one word in the next line."""
+"""What follows in the line; or one word, a displayed formula or a choice in the next line.
+
+It always matches after a mark: to fail there takes quadratic time for a text that repeats it."""
 _STATED_CHARS = 300
 
 
@@ -92,7 +96,8 @@ def commitments(answer: str) -> list[str]:
             lines = [
                 text[m.end() : end].split("\n", 1)[0] for m, end in zip(found, ends, strict=True)
             ]
-            return [line[:_STATED_CHARS].strip() for line in lines]
+            if stated := [line[:_STATED_CHARS].strip() for line in lines if line.strip()]:
+                return stated
     return []
 
 

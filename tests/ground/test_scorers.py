@@ -46,6 +46,11 @@ RIGHT = [
     ("number", "Final Answer: The final answer is **1 234.5**."),
     ("number", "**Answer:**\n\n1234.5\n\nNote that 3 is prime."),
     ("number", r"\boxed{1{,}234.5}"),
+    ("number", "The answer is:\n\n\\[ 1234.5 \\]\n\nIt has 5 digits."),
+    ("number", "Answer:\n$$\nx = 1234.5\n$$\nwith x > 7"),
+    ("number", "The answer is:\n\nSince 1000 + 234.5 is that, 1234.5"),
+    ("choice", "The correct answer is:\n\n**B) Paris**\n\nLondon is not in France."),
+    ("choice", "The answer is:\n\\[ \\text{B} \\]"),
     ("choice", "Answer:\n\n**B**\n\nA is wrong."),
     ("json", '{"city": {"name": "Paris"}, "n": [2]}'),
     ("json", 'Hm:\n```python\n1\n```\n```JSON\r\n{"city": {"name": "Paris"}, "n": [2]}\r\n```\r\n'),
@@ -63,6 +68,7 @@ WRONG = [
     ("choice", "Answer: A\nAnswer: B"),
     ("choice", "Answer: B or C"),
     ("choice", "A) London B) Paris C) Rome D) Oslo"),
+    ("choice", "Answer:\nA) London\nB) Paris"),
     ("choice", "It could be B. It could be C."),
     ("number", r"\boxed{1234.5} \boxed{7}"),
     ("number", "answer: 1\nanswer: 1234.5"),
@@ -281,7 +287,14 @@ def test_answers_of_white_space_and_fences_take_linear_time() -> None:
     hidden = [f"\\boxed{{{head}{blank}9}}" for head in ("", "option", "1^", "1^{")]
     for kind in ("number", "choice"):
         (scorer,) = parse_scores(SCORES[kind])
-        for answer in (f"answer is{blank}\n", *hidden[1:], f"answer{'*' * size}", blank):
+        for answer in (
+            f"answer is{blank}\n",
+            "answer is " * 19_000,
+            "answer:" * 27_000,
+            *hidden[1:],
+            f"answer{'*' * size}",
+            blank,
+        ):
             assert READERS[kind](scorer.options, answer).value == 0.0
     assert extract_code("```a\n" * 100_000) is None
 
