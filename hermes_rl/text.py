@@ -136,6 +136,18 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
+def tool_output(content: str) -> str:
+    """The output of a tool, then what else its envelope has."""
+    try:
+        value = msgspec.json.decode(content)
+    except (msgspec.DecodeError, TypeError):
+        return content
+    if not isinstance(value, dict) or "output" not in value:
+        return content
+    more = [f"[{name}] {one}" for name, one in value.items() if name != "output" and one]
+    return "\n".join([str(value["output"]).rstrip("\n"), *more])
+
+
 def strip_ansi(text: str) -> str:
     """Text without terminal control sequences (ECMA-48)."""
     return _ANSI.sub("", text) if "\x1b" in text else text

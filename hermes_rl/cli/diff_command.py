@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hermes_rl.cli import render
-from hermes_rl.errors import ExitCode
+from hermes_rl.errors import ExitCode, UserError
 from hermes_rl.text import many
 
 _TASKS = 20
@@ -31,6 +32,7 @@ def command(
     from hermes_rl.viewer import diff_runs
 
     found = diff_runs(a, b)
+    found["comparisons"] = _comparisons(a, b, found["results"])
     if as_json:
         print(json.dumps(found, ensure_ascii=False))
     else:
@@ -57,6 +59,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         changed = [f"  {sign} {text}" for sign, text in found[name] if sign != " "]
         lines += [f"{name} of the first common task:", *changed] if changed else []
     lines += ["results:", *_indented(render.columns(("", *names), _results(found["results"])))]
+    lines += found["comparisons"]
     lines.append(f"{found['changed_count']} of {tasks['common']} common tasks have another reward")
     changed_rows = [
         (one["task_id"], *(render.reward(one[side]["reward"]) for side in "ab"))
@@ -64,6 +67,23 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
     lines += _indented(render.columns(("task", *names), changed_rows)) if changed_rows else []
     return lines
+
+
+def _comparisons(a: Path, b: Path, results: list[dict[str, Any]]) -> list[str]:
+    """Whether the differences of solved shares, and of partial rewards, are significant."""
+    from hermes_rl.evals import compare, summary
+    from hermes_rl.store import load_run
+
+    if not all(one["graded"] for one in results):
+        return []
+    runs = [load_run(path) for path in (a, b)]
+    try:
+        pairs = [compare(*runs)]
+        if any(summary(run).partial for run in runs):
+            pairs.append(compare(*runs, score="reward"))
+    except UserError as error:
+        return [f"not compared: {error}"]
+    return [str(replace(pair, unfinished=())) for pair in pairs]
 
 
 def _results(sides: list[dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -477,6 +477,8 @@ def _grouped_lines(evaluation: _Evaluation, size: int, result: dict[str, Any]) -
             line = f"{model}: {column} {row[column]}: solved {row['solved']:.0%}"
             if row["tasks"] > 1:
                 line += f" (95 % interval {row['solved_low']:.0%} to {row['solved_high']:.0%})"
+            if row["reward"] != row["solved"]:
+                line += f", mean reward {row['reward']:.3g}"
             lines.append(f"{line} over {many(row['tasks'], 'task')}, {many(row['units'], 'unit')}")
     return lines
 

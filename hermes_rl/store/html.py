@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-from hermes_rl.text import visible
+from hermes_rl.text import tool_output, visible
 
 _TEXT_CHARS = 20_000
 """Longer texts are cut in a cell."""
@@ -56,6 +56,8 @@ class TrajectoryRow(dict[str, Any]):
 
 def _message(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
+    if message["role"] == "tool":
+        content = tool_output(content)
     texts = [message.get("reasoning_content") or "", content]
     for call in message.get("tool_calls") or ():
         function = call["function"]

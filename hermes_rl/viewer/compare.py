@@ -17,7 +17,7 @@ import yaml
 
 from batch_runner import read_manifest
 from hermes_rl.store import Run, load_run
-from hermes_rl.text import many
+from hermes_rl.text import many, tool_output
 from hermes_rl.viewer.index import RunIndex
 
 Plain = dict[str, Any]
@@ -238,7 +238,7 @@ def message_text(message: Row) -> str:
             for p in content
         )
     if content and message["role"] == "tool":
-        content = _tool_output(content)
+        content = tool_output(content)
     if content:
         parts.append(str(content))
     for call in message.get("tool_calls") or ():
@@ -253,18 +253,6 @@ def message_text(message: Row) -> str:
             shown = f"  {arguments}"
         parts.append(f"[call] {function.get('name')}\n{shown}")
     return "\n".join(parts)
-
-
-def _tool_output(content: str) -> str:
-    """The output of a tool, then what else its envelope has."""
-    try:
-        value = msgspec.json.decode(content)
-    except (msgspec.DecodeError, TypeError):
-        return content
-    if not isinstance(value, dict) or "output" not in value:
-        return content
-    more = [f"[{name}] {one}" for name, one in value.items() if name != "output" and one]
-    return "\n".join([str(value["output"]).rstrip("\n"), *more])
 
 
 def diff_lines(a: str, b: str) -> list[list[str]]:

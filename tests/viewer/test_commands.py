@@ -29,9 +29,13 @@ def test_diff_names_settings_and_tasks_with_other_results(runs: Path) -> None:
     assert ["model.name", "small-model", "large-model"] in lines
     assert ["units", "done", "36", "36"] in lines
     assert "prompt of the first common task" not in out
+    assert "\nlarge-model less small-model: " in out
+    assert " over 9 common tasks: " in out
     code, out, _ = run_cli("diff", "small-model", "rl/exact", "--json", cwd=runs)
     found = json.loads(out)
     assert (code, found["tasks"]["common"], len(found["tasks"]["only_a"])) == (0, 0, 10)
+    (why,) = found["comparisons"]
+    assert why.startswith("not compared: small-model and exact have no graded task in common")
 
 
 def test_diff_of_a_run_with_itself_finds_only_what_is_not_finished(

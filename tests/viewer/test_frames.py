@@ -116,6 +116,7 @@ def test_cells_show_runs_trajectories_and_comparisons(small: Run, large: Run) ->
     text = "".join(Page(row._repr_html_()).texts)
     for shown in ("turn 2", "I have to write it.", "echo 1 > out.txt", "verify: 1", "right"):
         assert shown in text
+    assert "toolone" in "".join(Page(small.trajectory("sort-0#0")._repr_html_()).texts)
     comparison = Page(evals.compare(small, large)._repr_html_())
     assert "large-model less small-model" in "".join(comparison.texts)
 
