@@ -7,6 +7,7 @@ Tools, sandbox, limits and rewards are those of every rollout. OpenEnv's server 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -119,15 +120,17 @@ class Guests:
     def __init__(self, context: RunContext, host: Host, opened: Opened) -> None:
         self.context, self.host = context, host
         self._stream, self._rows = iter(env_rows(opened, None)), list[LazyRow]()
+        self._reading = threading.Lock()  # a generator runs in one thread at a time
 
     def row(self, index: int) -> LazyRow:
-        """The task at a position of the stream. Blocking. Raises: UserError."""
-        while len(self._rows) <= index:
-            try:
-                self._rows.append(next(self._stream))
-            except StopIteration:
-                raise UserError(f"there are {len(self._rows)} tasks") from None
-        return self._rows[index]
+        """The task at a position of the stream. Blocking; any thread. Raises: UserError."""
+        with self._reading:
+            while len(self._rows) <= index:
+                try:
+                    self._rows.append(next(self._stream))
+                except StopIteration:
+                    raise UserError(f"there are {len(self._rows)} tasks") from None
+            return self._rows[index]
 
     def rollout(self) -> GuestRollout:
         """Make a place for rollouts, one after the other."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from hermes_rl.errors import HermesError, UserError
 from hermes_rl.messages import ToolCall
+from hermes_rl.network import open_listener
 from hermes_rl.rl.guests import Guests, Step, open_guests
 
 if TYPE_CHECKING:
@@ -119,6 +121,8 @@ def _app(guests: Guests) -> web.Application:
         return web.json_response({"action": _ACTION, "observation": _OBSERVATION, "state": state})
 
     async def serve(request: web.Request) -> web.WebSocketResponse:
+        if "Origin" in request.headers:  # a browser's; any site can connect to this machine
+            raise web.HTTPForbidden(text="requests of web pages are refused\n")
         socket = web.WebSocketResponse(max_msg_size=64 << 20)
         await socket.prepare(request)
         session = _Session(guests)
@@ -141,9 +145,9 @@ async def _answer(session: _Session, text: str) -> dict[str, Any] | None:
     """The answer to a message; None for `close`."""
     try:
         form = json.loads(text)
-        kind, data = form["type"], form.get("data") or {}
-    except (ValueError, TypeError, KeyError):
-        return _error("INVALID_JSON", "a message is a JSON object with type and data")
+        kind, data = form["type"], dict(form.get("data") or {})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return _error("INVALID_JSON", "a message is a JSON object with type and data, an object")
     try:
         match kind:
             case "reset":
@@ -191,25 +195,37 @@ async def open_openenv_server(
         runner = web.AppRunner(_app(guests))
         await runner.setup()
         try:
-            site = web.TCPSite(runner, host, port)
-            await site.start()
-            yield f"http://{host}:{runner.addresses[0][1]}"
+            listener = open_listener(host, port)
+            await web.SockSite(runner, listener).start()
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{listener.getsockname()[1]}"
         finally:
             await runner.cleanup()
 
 
-async def _main(arguments: argparse.Namespace) -> None:
+async def _serve(arguments: argparse.Namespace) -> None:
     async with open_openenv_server(**vars(arguments)) as url:
         print(json.dumps({"base_url": url}), flush=True)
         await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
+def _main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("env", help="as `hermes-rl env` takes it")
     parser.add_argument("--split", default="train")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--host", default="127.0.0.1", help="there is no authentication")
-    with suppress(KeyboardInterrupt):
-        asyncio.run(_main(parser.parse_args()))
+    arguments = parser.parse_args()
+    try:
+        asyncio.run(_serve(arguments))
+    except KeyboardInterrupt:
+        pass
+    except HermesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

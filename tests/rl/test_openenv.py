@@ -3,12 +3,16 @@
 tests/consumers/with_protocols has the same with the package `openenv` on the other side.
 """
 
+import asyncio
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, WSServerHandshakeError
 
 from hermes_rl.errors import UserError
 from hermes_rl.rl import arun_trial, open_openenv_server, parse_action
@@ -70,6 +74,8 @@ async def test_mistakes_of_a_client_are_answered_and_end_nothing() -> None:
         for wrong, code in {
             "no JSON": "INVALID_JSON",
             '["reset"]': "INVALID_JSON",
+            '{"type": "reset", "data": [1]}': "INVALID_JSON",
+            "[" * 100_000: "INVALID_JSON",
             '{"type": "dance"}': "UNKNOWN_TYPE",
             '{"type": "step", "data": {"content": "x"}}': "VALIDATION_ERROR",
             '{"type": "reset", "data": {"index": -1}}': "VALIDATION_ERROR",
@@ -84,6 +90,45 @@ async def test_mistakes_of_a_client_are_answered_and_end_nothing() -> None:
         answer = await ask('{"type": "step", "data": {"content": "ANSWER 0"}}')
         assert (answer["data"]["done"], answer["data"]["reward"]) == (True, 0.0)
         assert (await ask('{"type": "state"}'))["data"] == {"step_count": 1}
+
+
+SLOW = """
+import time
+from hermes_rl.rl import EnvConfig, Environment, make_task
+
+class Config(EnvConfig):
+    sandboxed: bool = False
+    toolsets: tuple[str, ...] | None = ()
+
+class Slow(Environment[Config]):
+    name, Config = "slow", Config
+    def tasks(self, split, seed):
+        for n in range(3):
+            time.sleep(0.2)
+            yield make_task(f"Number {n}.", id=f"n{n}")
+    async def compute_reward(self, task, trajectory, ctx):
+        return 1.0
+"""
+
+
+async def test_clients_start_at_the_same_time_and_web_pages_cannot(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    async with open_openenv_server(f"{tmp_path / 'slow.py'}:Slow") as url:
+        first = await asyncio.gather(*(first_of(url, index) for index in (2, 1, 2)))
+        async with ClientSession() as session:
+            with pytest.raises(WSServerHandshakeError, match="403"):
+                await session.ws_connect(f"{url}/ws", headers={"Origin": "http://a.example"})
+    assert [one["messages"][-1]["content"] for one in first] == [f"Number {n}." for n in (2, 1, 2)]
+
+
+def test_a_mistake_on_the_command_line_is_one_line() -> None:
+    command = [sys.executable, "-m", "hermes_rl.rl.openenv_server"]
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        for more, text in [(["no_such"], "unknown environment"), ([MATH, "--port", f"{port}"], "")]:
+            done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert (text or f"127.0.0.1:{port} cannot be used") in done.stderr
 
 
 async def test_a_server_that_is_not_there_is_one_line() -> None:
