@@ -163,6 +163,8 @@ class Worker:
         self._outcome: asyncio.Future[None] | None = None
         """Of the batch that the driver commits."""
         self._running: set[asyncio.Task[None]] = set()
+        self._cancels = False
+        """The worker cancels its attempts; else their own code did, and they end as failures."""
         self._controls: dict[str, Control] = {}
         self._outbox: list[Receipt] = []
         self._requests = 0
@@ -256,6 +258,7 @@ class Worker:
 
     async def abort(self) -> None:
         """Cancel all rollouts and wait for the end of their sandboxes."""
+        self._cancels = True
         self.committed("the worker ends")  # no answer will come
         tasks = [*self._running, *self._publishing]
         for task in tasks:
@@ -326,6 +329,14 @@ class Worker:
             )
         except DiskFull:
             raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._cancels or task is None:
+                raise
+            while task.uncancel():
+                pass
+            why = "code of the environment, a tool or a scorer cancelled the task that it runs in"
+            return lost_row(log, RuntimeError(why))
         except Exception as error:  # an internal error ends one attempt, not the run
             return lost_row(log, error)
 
@@ -348,6 +359,7 @@ class Worker:
             if not isinstance(error, HermesError):
                 error = StoreError(f"{type(error).__name__}: {error}")
             self._fault = error
+        self._cancels = True
         for task in self._running:
             task.cancel()
         self._news.set()

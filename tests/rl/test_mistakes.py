@@ -1,5 +1,6 @@
 """Mistakes in environments are reported in one line with file and line, and give no reward."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ async def test_a_bug_in_compute_reward_has_the_cause_verifier(
             check_line(row["error"], "environment made_up: compute_reward() ", "made_up.py:")
         if "raised" in row["error"]:
             check_line(row["error"], f"made_up.py:{written.line('HERE')})")
+
+
+async def test_code_that_cancels_its_task_fails_its_attempts_and_the_run_goes_on(lab: Lab) -> None:
+    """As libraries do whose time limits leak a cancellation."""
+    stop = "asyncio.current_task().cancel()\n    await asyncio.sleep(0)"
+    method = f"async def compute_reward(self, task, trajectory, ctx):\n    {stop}\n"
+    env = lab.write(f"{TASKS}\n{method}", "import asyncio").path
+    async with asyncio.timeout(60):
+        report = await lab.run(env, **ONCE)
+    assert (report.given_up, set(report.causes)) == (1, {"harness"})
+    for row in lab.rows("failures"):
+        check_line(row["error"], "cancelled the task that it runs in")
 
 
 @pytest.mark.parametrize(
