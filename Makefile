@@ -62,7 +62,7 @@ bench-atropos: dev-venv ## compare env process with atroposlib on the same work 
 chaos: dev-venv ## kill, suspend, merge and damage runs at random moments and check their records (N=300 SEED=1 STOP=60)
 	@$(RUN) tests/chaos/run.py $(CHAOS_ARGS)
 
-crash-points: dev-venv ## kill runs with Ray workers, or a worker, at every named step of the commit protocol (10 minutes)
+crash-points: dev-venv ## kill runs with Ray workers, or a worker, at every named step of the commit protocol (20 minutes)
 	@EVERY_CRASH_POINT=1 $(RUN) -m pytest tests/batch/test_kills.py $(PYTEST_ARGS)
 
 prove: prove-venv ## train a small model with rl.rollouts() on this CPU: three seeds and their controls, with a plot

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,7 +284,8 @@ class _Run:
             return await self._run()
         async with self.mirror.running(self.progress.note, self._replaced):
             report = await self._run()
-        why = await self.mirror.finish()
+        with self._catch(self.mirror.stop, self.mirror.stop):
+            why = await self.mirror.finish()
         if not why or report.stopped == "replaced":
             return report
         stop = Stop("store", why)
@@ -302,8 +303,7 @@ class _Run:
         run_dir, ledger = self.driver.run_dir, self.driver.ledger
         await asyncio.to_thread(refuse_other_dataset, self.settings, run_dir, ledger)
         await asyncio.to_thread(self._write_start)
-        dataset = self.settings.config.dataset
-        estimate = await asyncio.to_thread(estimate_units, dataset)
+        estimate = await asyncio.to_thread(estimate_units, self.settings.config.dataset)
         self.estimate = estimate or 0
         ticker = asyncio.create_task(self._tick())
         try:
@@ -316,7 +316,6 @@ class _Run:
             self.progress.close(self.view())
         left = run_dir.path / CHECKPOINTS
         if self._ended and left.is_dir():  # of units that were given up, or done before a kill
-            ledger = self.driver.ledger
             await asyncio.to_thread(clear, left, lambda unit: ledger.disposition(unit) == "done")
         await self._close_groups()
         stats = await asyncio.to_thread(self._write_end)
@@ -324,12 +323,15 @@ class _Run:
             await self._tend_at_end()
         return self.report(stats)
 
+    def _catch(self, *on: Callable[[], None]) -> AbstractContextManager[Interrupts]:
+        """Catch Ctrl-C, unless a consumer, or other runs beside this one, do that."""
+        return catch_signals(*on, wanted=self.live is None and self.settings.joint is None)
+
     async def _run_open_units(self) -> None:
         joint = self.settings.joint
         if joint is not None:
             joint.add(self)
-        wanted = self.live is None and joint is None
-        with catch_signals(self.drain, self.end_at_once, wanted=wanted) as interrupts:
+        with self._catch(self.drain, self.end_at_once) as interrupts:
             if await self.source.has_work():
                 await self._warn_of_network()
                 await self._open_images()
@@ -353,9 +355,7 @@ class _Run:
                 self._set_budget(dollars_of(value))
             case "requeue":
                 more["requeued"] = source.requeue(cause_named(value))
-            case "state":
-                pass
-            case _:
+            case other if other != "state":
                 raise UserError(f"no command {command!r}")
         if command != "state":
             self.progress.note(f"hermes-rl ctl: {command} {value or ''}".rstrip())
@@ -377,13 +377,15 @@ class _Run:
         self.coordinator.ledgers[RUN_USD].limit = round(dollars * NANO)
 
     async def _tend_at_end(self) -> None:
-        """Write a checkpoint, and merge files, where many came. No failure ends the run."""
+        """Write a checkpoint, and merge files. A failure, or Ctrl-C, ends only that."""
+        ends = threading.Event()
         try:
             await self.driver.write_checkpoint()
             if self._unmerged or not await asyncio.to_thread(self.driver.has_many_small_files):
                 return
             self.driver.many_files.set()
-            await self._merge_files()
+            with self._catch(ends.set, ends.set):
+                await self._merge_files(ends.is_set)
         except (StoreError, OSError) as error:
             self.progress.note(f"small files were not merged: {error}")
 
@@ -409,9 +411,8 @@ class _Run:
         path = Path(dataset.path).expanduser()
         if network is not False or not path.is_dir():
             return
-        from hermes_rl.task_folders import (
-            describe_network_requests,  # most datasets have no folders
-        )
+        # Most datasets have no folders.
+        from hermes_rl.task_folders import describe_network_requests
 
         if wish := await asyncio.to_thread(describe_network_requests, path, dataset.limit):
             self.progress.note(
@@ -460,10 +461,8 @@ class _Run:
         with ExitStack() as stack:
             try:
                 with interrupts.raising_in_blocking_code():
-                    commit, note = self.driver.commit, self.progress.note
-                    opening = open_pool(
-                        self.settings, self._worker_spec(), self.coordinator, commit, note
-                    )
+                    wanted = self.settings, self._worker_spec(), self.coordinator
+                    opening = open_pool(*wanted, self.driver.commit, self.progress.note)
                     start = stack.enter_context(opening)
             except KeyboardInterrupt:
                 return

@@ -89,6 +89,7 @@ class Mirror:
         self._damaged = damaged
         self._claim: Entry | None = None
         self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._beating = threading.Lock()
         self._pending: Entry | None = None
         """What was put into the log without an answer."""
@@ -203,7 +204,7 @@ class Mirror:
             n for n in names if n not in files and (repair or not _never_changes(n))
         )
         self._remote.upload(
-            self.path, [n for n in new if n not in self._uploaded], self._uploaded.add
+            self.path, [n for n in new if n not in self._uploaded], self._note_uploaded
         )
         removed = {*self._merged_away()}
         if self._damaged is not None:
@@ -212,6 +213,11 @@ class Mirror:
         if not files and not removed:
             return None
         return Entry(id=secrets.token_hex(8), files=files, removed=tuple(sorted(removed)))
+
+    def _note_uploaded(self, name: str) -> None:
+        self._uploaded.add(name)
+        if self._stopped.is_set():
+            raise InterruptedError("interrupted")
 
     def _put_changed(self, names: Iterable[str]) -> dict[str, Stored]:
         """Put the content of those files that the log does not have, under names of their own."""
@@ -319,6 +325,10 @@ class Mirror:
                 note(f"{self.url} is up to date again")
             failing = False
 
+    def stop(self) -> None:
+        """Let `finish` end after the transfers that run, or the next failure."""
+        self._stopped.set()
+
     async def finish(self, within_s: float = CLOSE_S) -> str:
         """Complete the mirror and give the run up.
 
@@ -336,7 +346,7 @@ class Mirror:
             except StoreError as error:
                 return f"{error}. The rows of this run are in {self.path}"
             except Exception as error:  # each store has its own errors
-                if time.monotonic() + pause > deadline:
+                if self._stopped.is_set() or time.monotonic() + pause > deadline:
                     return (
                         f"{self.url} lacks what was finished last: {describe(error)}. It is in "
                         f"{self.path}, and the next start on this machine uploads it"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from hermes_rl.events import AttemptKey
 from hermes_rl.ports import Receipt, Recorder
+from hermes_rl.store.crash import CrashHook
 from hermes_rl.store.files import convert_os_errors, pack
 from hermes_rl.store.journal import JournalWriter, LiveRecorder, Publisher, encode_rows
 from hermes_rl.store.rows import Finished, RelayedLine, receipt_of
@@ -45,6 +46,7 @@ class RelayJournal:
         self._numbers: dict[AttemptKey, int] = {}
         self._begun = 0
         self._flush: asyncio.TimerHandle | None = None
+        self._crash = CrashHook.from_environment()
         SECRETS.learn_environment()
 
     @property
@@ -61,6 +63,7 @@ class RelayJournal:
         def append(line: bytes) -> None:
             if self._numbers.get(key) != number:
                 return  # a call that the attempt did not wait for; its rows are complete
+            self._crash("attempt-2-live")
             self._add(RelayedLine(pack(line), number, first.pop() if first else None))
 
         return LiveRecorder(append, number, set())
@@ -69,6 +72,7 @@ class RelayJournal:
         """Send the rows of a finished attempt with its receipt, without secrets of this process."""
         line = await encode_rows(rows)
         number = self._numbers.pop(rows.key)
+        self._crash("attempt-3-done")
         self._lines.append(RelayedLine(line, number, None, receipt_of(rows, self.writer)))
         self.notify()
 

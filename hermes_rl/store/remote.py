@@ -98,7 +98,11 @@ class RemoteRun:
         try:
             import fsspec
 
-            more = {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
+            more: dict[str, Any] = (
+                {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
+            )
+            if scheme in ("s3", "s3a"):  # with more for a file, each read costs another request
+                more["max_concurrency"] = 1
             self._fs, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **more)
         except ImportError as error:
             package = _PACKAGES.get(scheme, f"the fsspec package for {scheme}")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from forks import ForkedProcess, start
 
 from batch_runner import JsonEvents, Report, arun_batch
 from hermes_rl.config import RunConfig, parse_config
+from hermes_rl.events import AttemptKey, Begun, Ended
 from hermes_rl.testing import Connection, Entry, FakeServer, Incoming
 
 IDENTICAL, REPEATS = 3, 4
@@ -176,6 +178,28 @@ def run_arguments(
     ]  # fmt: skip
 
 
+def make_blind_python(folder: Path, mount: str = "") -> Path:
+    """A Python for Ray workers that see an empty file system, or what a command mounts, instead of
+    a folder. The file is beside that."""
+    mount = mount or f"mount -t tmpfs tmpfs {folder}"
+    python = folder.with_name("python")
+    python.write_text(
+        f'#!/bin/sh\nexec unshare -Urm sh -c \'{mount} && exec "$0" "$@"\' {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    return python
+
+
+def make_attempt(unit: str) -> tuple[Begun, Ended]:
+    """The events of a finished attempt."""
+    begun = Begun(
+        key=AttemptKey(unit_id=unit, epoch=1, attempt=0), started_at=1.0, run_id="r", group_id="g",
+        member=0, repeat=0, row_index=0, task_id=unit, task_hash="h", config_hash="c", seed=0,
+        prompt="p", model="m", api_mode="chat_completions", endpoint="e",
+    )  # fmt: skip
+    return begun, Ended(finished_at=2.0, end_reason="answered", cause=None)
+
+
 class OneByOne(FakeServer):
     """Lets a unit of a run begin once the one before it is published, so that each is a file. For
     tasks of one turn (two requests) and a concurrency of 1.
@@ -205,7 +229,7 @@ class OneByOne(FakeServer):
         super().handle(connection, request)
 
     def _is_due(self, unit: int) -> bool:
-        numbers = re.findall(r"part-\d+-0-(\d+)", " ".join(map(str, self._out.glob("tr*/part-*"))))
+        numbers = re.findall(r"part-\d+-\d-(\d+)", " ".join(map(str, self._out.glob("tr*/part-*"))))
         published = max(map(int, numbers), default=-1) + 1
         merged = unit <= self._merges_after or any(self._out.glob("compacted/*.json"))
         return published >= unit and merged
@@ -261,8 +285,12 @@ def comparable_rows(out: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_usage(out: Path, served: Sequence[Entry]) -> None:
-    """Every request of the server is one recorded call, with its usage, or `unknown`."""
+def check_usage(out: Path, served: Sequence[Entry], *, lost: bool = False) -> None:
+    """Every request of the server is one recorded call, with its usage, or `unknown`.
+
+    Args:
+        lost: a worker without the run directory was lost, with its calls of the last second.
+    """
     recorded = [
         c for n in ("trajectories", "failures") for r in read_table(out, n) for c in r["calls"]
     ]
@@ -270,7 +298,7 @@ def check_usage(out: Path, served: Sequence[Entry]) -> None:
     assert [i for i, n in ids.items() if n > 1] == [], "a call is recorded twice"
     calls = {call["call_id"]: call for call in recorded}
     requests = {entry.call_id: entry for entry in served}
-    assert set(requests) <= set(calls), "the server served a call that no row records"
+    assert lost or set(requests) <= set(calls), "the server served a call that no row records"
     known = {i for i, call in calls.items() if call["outcome"] != "unknown"}
     assert known <= set(requests), "a call with a known end never reached the server"
     for name in known:

@@ -12,7 +12,7 @@ import pytest
 
 from batch_runner import catch_signals
 from hermes_rl.evals import summary
-from hermes_rl.store import load_run
+from hermes_rl.store import CRASH_VARIABLE, load_run
 from hermes_rl.testing import FakeServer
 
 ROWS = [kit.make_task(n, latency_s=0.25) for n in range(12)]
@@ -104,6 +104,22 @@ async def test_sigterm_acts_like_the_first_ctrl_c(tmp_path: Path, server: FakeSe
     run.process.send_signal(signal.SIGTERM)
     assert await run.wait() == 130, run.errors
     assert len(kit.final_rows(out)) == check_orderly_end(run)
+
+
+async def test_ctrl_c_at_the_end_ends_only_the_merge(tmp_path: Path, server: FakeServer) -> None:
+    """All units are done: the run reports that. Its small files are merged later."""
+    out = tmp_path / "run"
+    rows = [kit.make_task(n, turns=1) for n in range(51)]
+    more = ("--workers", "0", "--concurrency", "1", "--set", "run.publish_every_s=0.01")
+    async with kit.OneByOne(out) as first:
+        arguments = kit.run_arguments(tmp_path, rows, first, *more, "--limit", "50")
+        await kit.finish_run(*arguments)
+    stalls = {CRASH_VARIABLE: "compact-1-written:1:2"}
+    run = await kit.start_run(*kit.run_arguments(tmp_path, rows, server, *more), env=stalls)
+    await kit.wait_for(run, lambda: [*out.glob("tmp/trajectories.part-*.2000000.parquet.*")])
+    run.process.send_signal(signal.SIGINT)
+    assert await run.wait() == 0, run.errors
+    assert (run.report()["done"], run.report()["stopped"]) == (51, None)
 
 
 async def test_a_forked_child_does_not_count_the_signal(tmp_path: Path) -> None:

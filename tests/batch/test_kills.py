@@ -6,6 +6,7 @@ real runner with sandboxes, and the server records what it served.
 """
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -15,7 +16,7 @@ import kit
 import pytest
 
 from hermes_rl.cli import main
-from hermes_rl.store import CRASH_POINTS, CRASH_VARIABLE, ONCE_VARIABLE
+from hermes_rl.store import COMPACTION_POINTS, CRASH_POINTS, CRASH_VARIABLE, ONCE_VARIABLE
 from hermes_rl.testing import FakeServer
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,19 @@ RECOVERY = [point for point in CRASH_POINTS if point.startswith("recover")]
 WRITTEN = RECOVERY.index("recover-4-written") + 1
 RECOVERIES = [RECOVERY[:WRITTEN], RECOVERY[WRITTEN:]]
 """Rows of lost attempts are written once: a start after that has other steps."""
+EVERY = "EVERY_CRASH_POINT" in os.environ
+"""Of `make crash-points`."""
 Rows = dict[str, dict[str, Any]]
+
+
+def workers_env(out: Path, relayed: bool, **env_vars: str) -> list[str]:
+    """Options for workers with these variables.
+
+    Args:
+        relayed: they see no run directory.
+    """
+    python = {"py_executable": str(kit.make_blind_python(out.parent))} if relayed else {}
+    return ["--set", "run.runtime_env=" + json.dumps({"env_vars": env_vars, **python})]
 
 
 async def run_undisturbed(folder: Path, rows: list[dict[str, Any]]) -> Rows:
@@ -53,15 +66,19 @@ def many_rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 @pytest.fixture
 def out(tmp_path: Path) -> Any:
     """The run directory; all its Parquet files are read again and again during the test."""
-    reader = kit.ParquetReader(tmp_path / "run", growing=True)
+    folder = tmp_path / "hidden"  # from some workers
+    folder.mkdir()
+    reader = kit.ParquetReader(folder / "run", growing=True)
     reader.start()
-    yield tmp_path / "run"
+    yield folder / "run"
     reader.check()
 
 
-def check_result(out: Path, server: FakeServer, receipts: dict[str, int], expected: Rows) -> None:
+def check_result(
+    out: Path, server: FakeServer, receipts: dict[str, int], expected: Rows, *, lost: bool = False
+) -> None:
     assert kit.comparable_rows(out) == expected
-    kit.check_usage(out, server.entries)
+    kit.check_usage(out, server.entries, lost=lost)
     kit.check_no_unit_ran_again(out, receipts)
     assert list((out / "journal").iterdir()) == []
     assert list((out / "tmp").iterdir()) == []
@@ -90,20 +107,32 @@ async def test_killed_at(points: list[str], few_rows: Rows, server: FakeServer, 
     await kit.check_no_processes([], out)
 
 
-async def test_killed_while_merging(server: FakeServer, out: Path) -> None:
+MERGES = [(p, how) for p in COMPACTION_POINTS[:-1] for how in ("in process", "ray", "relayed")]
+"""The last point comes after ten minutes."""
+
+
+@pytest.mark.parametrize(
+    ("point", "how"), MERGES if EVERY else [("compact-3-recorded", "in process")]
+)
+async def test_killed_while_merging(
+    point: str, how: str, server: FakeServer, out: Path, cluster: dict[str, str]
+) -> None:
     """Small files are merged while workers run."""
     rows = [kit.make_task(n, turns=1) for n in range(60)]
-    more = ("--workers", "0", "--concurrency", "1", "--set", "run.publish_every_s=0.01")
+    more = ["--concurrency", "1", "--set", "run.publish_every_s=0.01", "--workers", "0"]
+    workers = ["--workers", "1", *workers_env(out, how == "relayed")]
     async with kit.OneByOne(out, merges_after=55) as first:
         arguments = kit.run_arguments(out.parent, rows, first, *more)
-        crash = {CRASH_VARIABLE: "compact-3-recorded"}
-        run = await kit.finish_run(*arguments, env=crash, code=KILLED)
+        arguments += workers if how != "in process" else []
+        env = {**cluster, CRASH_VARIABLE: point}
+        run = await kit.finish_run(*arguments, env=env, code=KILLED)
+        await kit.check_processes_ended(kit.worker_pids(out), kit.WAIT_S)
     receipts = run.receipts()
     assert len(receipts) < 60
     arguments = kit.run_arguments(out.parent, rows, server, *more)
     resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
     assert len(kit.final_rows(out)) == 60
-    kit.check_usage(out, [*first.entries, *server.entries])
+    kit.check_usage(out, [*first.entries, *server.entries], lost=how == "relayed")
     kit.check_no_unit_ran_again(out, receipts)
     assert not set(resumed.receipts()) & set(receipts)
     assert list((out / "journal").iterdir()) == []
@@ -131,18 +160,24 @@ async def test_driver_killed(out: Path, server: FakeServer, many_rows: Rows) -> 
 
 OF_WORKERS = ("attempt-2", "attempt-3", "attempt-4", "publish-6")
 OF_WORKERS += ("publish-7-half", "publish-7-prepared", "publish-9-live")
-RAY_POINTS = [("", p) if p.startswith(OF_WORKERS) else (p, "") for p in CRASH_POINTS]
-"""Where the driver dies, and where one of the workers does."""
-RAY_POINTS += [("recover-3-batch", "attempt-3-done")]  # drivers that recover a dead worker
-RAY_POINTS += [(p, "attempt-2-live") for p in CRASH_POINTS if p.startswith("recover-4")]
-if "EVERY_CRASH_POINT" not in os.environ:  # make crash-points
-    RAY_POINTS = [("publish-7-renamed", ""), ("recover-4-written", "attempt-2-live")]
+RAY_POINTS = [("", p, False) if p.startswith(OF_WORKERS) else (p, "", False) for p in CRASH_POINTS]
+"""Where the driver dies, where one of the workers does, and whether workers see no run directory:
+their driver does the steps that they would do."""
+RAY_POINTS += [(p, "", True) for p in CRASH_POINTS if not p.startswith("recover")]
+RAY_POINTS += [("", p, True) for p in ("attempt-2-live", "attempt-3-done")]
+OF_DRIVER = [p for p in CRASH_POINTS if p.startswith("recover-4")]  # recovers a dead worker
+RAY_POINTS += [("recover-3-batch", "attempt-3-done", False)]
+RAY_POINTS += [(p, "attempt-2-live", False) for p in OF_DRIVER]
+RAY_POINTS += [(p, "attempt-3-done:4", True) for p in ("recover-3-batch", *OF_DRIVER)]
+if not EVERY:
+    RAY_POINTS = [("publish-7-renamed", "", False), ("recover-4-written", "attempt-3-done:4", True)]
 
 
-@pytest.mark.parametrize(("driver", "worker"), RAY_POINTS)
+@pytest.mark.parametrize(("driver", "worker", "relayed"), RAY_POINTS)
 async def test_killed_at_with_ray_workers(
     driver: str,
     worker: str,
+    relayed: bool,
     out: Path,
     server: FakeServer,
     cluster: dict[str, str],
@@ -150,11 +185,13 @@ async def test_killed_at_with_ray_workers(
 ) -> None:
     """A dead worker is replaced. Workers of a dead driver end with their lease or with Ray."""
     arguments = kit.run_arguments(out.parent, MANY, server, *RAY)
-    once = out.with_name("once")
+    once, env_vars = out.parent.with_name("once"), dict[str, str]()
     if worker:
         once.touch()
-        env_vars = f"{CRASH_VARIABLE}: {worker}, {ONCE_VARIABLE}: {once}"
-        arguments += ["--set", f"run.runtime_env={{env_vars: {{{env_vars}}}}}"]
+        env_vars = {CRASH_VARIABLE: worker, ONCE_VARIABLE: str(once)}
+    arguments += workers_env(out, relayed, **env_vars)
+    if relayed and worker:  # the driver keeps files of the worker
+        arguments += ["--set", "run.publish_every_s=60"]
     crashes = [driver + (":2" if driver.startswith("attempt") else "")]
     if driver.startswith("recover") and not worker:  # at the second start
         crashes.insert(0, "attempt-5-receipt:5")
@@ -168,7 +205,7 @@ async def test_killed_at_with_ray_workers(
     arguments = kit.run_arguments(out.parent, reversed(MANY), server, "--workers", "0")
     resumed = await kit.finish_run(*arguments, env={CRASH_VARIABLE: ""})
     assert not set(resumed.receipts()) & set(receipts)
-    check_result(out, server, receipts, many_rows)
+    check_result(out, server, receipts, many_rows, lost=relayed)
     assert not once.exists(), "no worker died"
     lost = {row["cause"] for row in kit.read_table(out, "failures")}
     assert lost <= ({"driver_lost", "worker_lost"} if worker else {"driver_lost"})

@@ -22,7 +22,6 @@ from s3 import KEYS, SIGNED, Proxy, s3_proxy, s3_server
 
 from hermes_rl.cli import main
 from hermes_rl.errors import StoreError, UserError
-from hermes_rl.events import AttemptKey, Begun, Ended
 from hermes_rl.store import (
     Driver,
     Finished,
@@ -98,7 +97,10 @@ async def test_another_machine_resumes_and_reads_a_run(
     assert not set(first.receipts()) & set(second.receipts())
     assert len(server.entries) == 2 * served
 
+    requests = list[tuple[str, str]]()
+    proxy.failure = lambda *request: requests.append(request)
     run = await asyncio.to_thread(load_run, url)
+    assert {method for method, path in requests if "/.log/0" in path} == {"GET"}
     assert set(kit.final_rows(run.path)) == {*first.receipts(), *second.receipts()}
     kit.check_usage(run.path, server.entries)
     assert await asyncio.to_thread(main, ["check", url]) == 0
@@ -211,19 +213,10 @@ async def test_failing_store_ends_no_run(
     assert await asyncio.to_thread(main, ["check", url]) == 0
 
 
-def attempt(unit: str) -> tuple[Begun, Ended]:
-    begun = Begun(
-        key=AttemptKey(unit_id=unit, epoch=1, attempt=0), started_at=1.0, run_id="r", group_id="g",
-        member=0, repeat=0, row_index=0, task_id=unit, task_hash="h", config_hash="c", seed=0,
-        prompt="p", model="m", api_mode="chat_completions", endpoint="e",
-    )  # fmt: skip
-    return begun, Ended(finished_at=2.0, end_reason="answered", cause=None)
-
-
 def fill(url: str, lease_s: float = 30.0, *units: str) -> Any:
     """A driver of a run with a batch for each unit."""
     mirror = open_mirror(url, lease_s)
-    for batch in [[attempt(unit)] for unit in units] or [[]]:
+    for batch in [[kit.make_attempt(unit)] for unit in units] or [[]]:
         asyncio.run(append_attempts(mirror.path, {}, batch))
     try:
         mirror.claim(mirror.first_epoch + max(0, len(units) - 1))
@@ -242,6 +235,12 @@ async def test_outage_at_the_end_is_reported_and_completed_by_the_next_start(
     why = await mirror.finish(0.1)
     assert why.startswith(f"{url} lacks what was finished last: ")
     assert f"It is in {mirror.path}" in why
+    await append_attempts(mirror.path, {}, [kit.make_attempt("ab" * 16)])
+    mirror.stop()  # Ctrl-C, while the store fails and while files are uploaded
+    assert "lacks what was finished last" in await mirror.finish()
+    proxy.failure = lambda method, path: None
+    assert "lacks what was finished last: interrupted. It is in" in await mirror.finish()
+    proxy.failure = lambda method, path: "down"
     mirror.close()
     with pytest.raises(UserError, match=r"cannot be read: .* Check the address"):
         await asyncio.to_thread(open_mirror, url, 30.0)
@@ -250,7 +249,8 @@ async def test_outage_at_the_end_is_reported_and_completed_by_the_next_start(
     again = await asyncio.to_thread(open_mirror, url, 30.0)
     await asyncio.to_thread(again.claim, again.first_epoch)
     again.close()
-    assert "stats.json" in await proxy.objects(url)
+    keys = await proxy.objects(url)
+    assert {"stats.json", "trajectories/part-2-0-0.parquet"} <= {*keys}
 
 
 async def test_only_one_of_two_drivers_that_start_together_gets_the_run(
@@ -398,7 +398,7 @@ async def driving(url: str, lease_s: float = 30.0) -> AsyncIterator[tuple[Any, D
 
         async def add(*numbers: int) -> None:
             for number in numbers:
-                events = attempt(f"{number}" * 32)
+                events = kit.make_attempt(f"{number}" * 32)
                 await journal.finish(Finished(key=events[0].key, row=fold(events)))
                 await Publisher(journal, commit=driver.commit).drain()
 

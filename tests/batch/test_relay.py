@@ -3,7 +3,6 @@
 import base64
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,11 @@ def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     folder, copy = tmp_path / "hidden", tmp_path / "copy"
     folder.mkdir()
     copy.mkdir()
-    mount = f"mount -t tmpfs tmpfs {folder}"
     if getattr(request, "param", None) == "copy":
         first = f'flock {copy}.lock sh -c "test -e {copy}/run || cp -r {folder}/. {copy}"'
-        mount = f"{first} && mount --bind {copy} {folder}"
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\nexec unshare -Urm sh -c \'{mount} && exec "$0" "$@"\' {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
+        kit.make_blind_python(folder, f"{first} && mount --bind {copy} {folder}")
+    else:
+        kit.make_blind_python(folder)
     return folder
 
 
