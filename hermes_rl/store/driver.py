@@ -34,7 +34,10 @@ from hermes_rl.text import SECRETS
 from hermes_rl.trajectory import fold, fold_subagents
 
 SMALL_FILE = 16 * 1024 * 1024
-"""Bytes. A run merges files below it; larger ones are left to `hermes-rl compact`."""
+"""Bytes. A run merges files below it as they come."""
+
+MIDDLE_FILE = 128 * 1024 * 1024
+"""Bytes. Files from `SMALL_FILE` on and below it are merged when there are many of these, too."""
 
 MERGE_GROUPS = 8
 """Files of about 256 MB that one merge writes while workers run; the next one continues."""
@@ -238,9 +241,13 @@ class Driver:
             raise StoreError(f"{self.run_dir.path} was taken over: epoch {newest} has begun")
 
     def has_many_small_files(self) -> bool:
-        """Whether a table has so many that they should be merged. Blocking."""
+        """Whether a table has so many that they should be merged at the end. Blocking."""
+        return self._has_many(0)
+
+    def _has_many(self, least: int) -> bool:
+        """Whether a table has many files from so many bytes on and below `MIDDLE_FILE`."""
         tables = ([p.stat().st_size for p in self.run_dir.parts(table)] for table in TABLES)
-        most = max(sum(size < SMALL_FILE for size in sizes) for sizes in tables)
+        most = max(sum(least <= size < MIDDLE_FILE for size in sizes) for sizes in tables)
         return most > self._options.many_files
 
     async def write_checkpoints(self) -> None:
@@ -303,11 +310,15 @@ class Driver:
 
         if not await self._change(complete, quiet, ends) or not self.many_files.is_set():
             return
+        many_new = max(self._small_files.values(), default=0) > self._options.many_files
         self.many_files.clear()
         self._small_files.clear()
-        merge = await in_thread(
-            lambda: write_merged(self.run_dir, small=SMALL_FILE, most=MERGE_GROUPS, ends=ends)
-        )
+
+        def write() -> Merge | None:
+            small = SMALL_FILE if many_new and not self._has_many(SMALL_FILE) else MIDDLE_FILE
+            return write_merged(self.run_dir, small=small, most=MERGE_GROUPS, ends=ends)
+
+        merge = await in_thread(write)
         if merge is not None and not await self._change(partial(switch, merge), quiet, ends):
             merge.remove()
 

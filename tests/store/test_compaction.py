@@ -1,8 +1,10 @@
 """Merged parts: the same rows for every reader, at every moment and after every kill."""
 
 import asyncio
+import base64
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -233,10 +235,10 @@ class Live:
     driver: Driver
     journal: JournalWriter
 
-    async def add(self, *numbers: int) -> None:
+    async def add(self, *numbers: int, **more: object) -> None:
         """Finish and publish attempts."""
         for number in numbers:
-            await run_attempt(self.driver, self.journal, number)
+            await run_attempt(self.driver, self.journal, number, **more)
             await Publisher(self.journal, commit=self.driver.commit).drain()
 
     async def begin_merge(self) -> asyncio.Task[None]:
@@ -277,6 +279,26 @@ async def test_a_running_driver_merges_small_files(run_path: Path) -> None:
     assert faults(run_path) == []
     async with await open_run(run_path, CONFIG) as driver:
         assert driver.ledger.done == added
+
+
+async def test_merged_files_are_merged_when_there_are_many(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each merge makes a file that is large enough to stay, until there are three of these."""
+
+    def sizes() -> list[int]:
+        return [part.stat().st_size for part in run_path.glob("trajectories/*.parquet")]
+
+    async with live_run(run_path, many_files=2) as live:
+        for number in range(27):
+            text = base64.b64encode(random.randbytes(50_000)).decode()  # hardly compresses
+            await live.add(number, content=text)
+            if number == 0:
+                monkeypatch.setattr("hermes_rl.store.driver.SMALL_FILE", 2 * sizes()[0])
+            if live.driver.many_files.is_set():
+                await live.driver.merge_files(grace_s=0)
+                assert len(sizes()) <= 3
+    assert len(glob_units(run_path)) == 27
 
 
 async def merge_always(driver: Driver, merges: list[int]) -> None:
