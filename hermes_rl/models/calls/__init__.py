@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hermes_rl.lazy import attach
 
 if TYPE_CHECKING:
-    from hermes_rl.models.calls.caller import Clock, ModelCaller, Renewable
+    from hermes_rl.models.calls.caller import Checkable, Clock, ModelCaller, Renewable
     from hermes_rl.models.calls.recovery import (
         Account,
         Failure,

@@ -29,7 +29,7 @@ from hermes_rl.models.base import (
     TokenCapture,
     TokenSource,
 )
-from hermes_rl.models.calls import Renewable
+from hermes_rl.models.calls import Checkable, Renewable
 from hermes_rl.models.client import connect
 from hermes_rl.models.endpoint import Endpoint
 from hermes_rl.models.prepare import prepare_request
@@ -269,6 +269,10 @@ class _ExactClient(ABC):
         """Use new connections from now on."""
         if isinstance(self._inner, Renewable):
             await self._inner.renew()
+
+    async def responds(self) -> bool:
+        """Return whether the server answers other requests, as far as the other client can tell."""
+        return isinstance(self._inner, Checkable) and await self._inner.responds()
 
     async def aclose(self) -> None:
         """See `ModelClient.aclose`."""

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 from engines_kit import (
+    FREE,
     STEPS,
     WIRES,
     agree,
     client_at,
+    client_of,
     continues,
     engine_at,
     kind,
@@ -17,6 +19,7 @@ from engines_kit import (
     script,
     user_turn,
 )
+from simulated_time import with_sockets
 
 from hermes_rl.errors import (
     ConnectionLost,
@@ -36,7 +39,9 @@ from hermes_rl.models import (
     Sampling,
     TokenCapture,
 )
-from hermes_rl.models.tokens import TokenClient, TokenWire, token_client
+from hermes_rl.models.calls import RetryPolicy, Route
+from hermes_rl.models.rate import Limiter
+from hermes_rl.models.tokens import ChatIdsClient, TokenClient, TokenWire, token_client
 from hermes_rl.testing import FaultPlan, tiny_renderer
 
 
@@ -231,3 +236,19 @@ def test_unset_sampling_is_sent_explicitly(wire):
 async def test_unknown_engine_is_reported():
     with pytest.raises(UserError, match="no token wire 'tgi'"):
         token_client(Endpoint("http://127.0.0.1:9/v1"), tiny_renderer(), "tgi")
+
+
+@pytest.mark.parametrize("wire", [*WIRES, "chat"])
+@with_sockets
+async def test_busy_local_engine_is_waited_for(tmp_path, stage, wire):
+    """It answers no call for longer than silence may last, but it answers other requests. SGLang on
+    a CPU took two minutes for its first answers, and its runs were stopped after one."""
+    async with engine_at(tmp_path / "t", latency_s=4.0) as engine, stage() as s:
+        chat = wire == "chat"
+        client = ChatIdsClient(s.client(engine)) if chat else client_of(engine, wire)
+        s.stack.push_async_callback(client.aclose)
+        policy = RetryPolicy(first_answer_s=2.0, silence_s=2.0)
+        calling = s.in_loop_time(Route.single("toy", client, Limiter(64)), policy=policy)
+        request = request_of(Conversation(user_turn("a")), sampling=replace(FREE, max_tokens=8))
+        assert await asyncio.gather(*(calling.call(request, turn=1) for _ in range(3)))
+        assert s.outcomes == ["ok"] * 3
