@@ -44,6 +44,14 @@ def test_bench_rows_are_measured() -> None:
     assert all(v > rows["commands"]["data"]["python"][0] for v in data["whole_s"])
 
 
+@pytest.mark.slow
+def test_the_bench_of_the_viewer_works() -> None:
+    command = [sys.executable, RUN.with_name("viewer.py"), "--rows", "1000", "--gigabytes", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count('"rows": 1000') == 2
+
+
 def test_an_unknown_bench_row_is_reported_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, RUN, "--only", "nothing"], capture_output=True, text=True, check=False

@@ -23,6 +23,7 @@ import msgspec
 import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "viewer"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "batch"))
 
 from made_runs import finished_attempt
 from served import Served, serving
