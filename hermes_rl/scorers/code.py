@@ -11,6 +11,7 @@ import ast
 import builtins
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,8 @@ def _defined(text: str) -> set[str] | None:
     if len(text) > MAX_CHARS:
         return None
     try:
-        body = ast.parse(text).body
+        with warnings.catch_warnings(action="ignore"):  # of the answer, thousands at times
+            body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     named = {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)}

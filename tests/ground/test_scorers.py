@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,10 @@ def test_code_is_taken_from_the_answer() -> None:
     assert extract_code("def f():\n    return 1", ("f",)) is not None
     assert extract_code("def f(", ("f",)) is None
     assert extract_code("Just words") is None
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert extract_code("def f(): return 1if 1else 0", ("f",)) is not None
+    assert found == [], "they fill the terminal of the run"
     assert extract_code("```js\nf()\n```") is None
 
 
