@@ -98,17 +98,15 @@ class RemoteRun:
         try:
             import fsspec
 
-            more: dict[str, Any] = (
-                {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
-            )
-            if scheme in ("s3", "s3a"):  # with more for a file, each read costs another request
-                more["max_concurrency"] = 1
+            more = {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
             self._fs, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **more)
         except ImportError as error:
             package = _PACKAGES.get(scheme, f"the fsspec package for {scheme}")
             raise UserError(f"{url}: {scheme}:// needs a package. pip install {package}") from error
         except ValueError as error:
             raise UserError(f"{url}: {error}. Use s3://BUCKET/PATH, gs:// or az://") from error
+        self._whole = {"max_concurrency": 1} if scheme in ("s3", "s3a") else {}
+        """Read in one request; s3fs would ask for the size first."""
         self._entries: list[Entry] = []
         self.files: dict[str, Stored] = {}
         """Name -> the file as of the entries that were read."""
@@ -219,7 +217,7 @@ class RemoteRun:
 
     def read(self, name: str) -> bytes:
         """The content of an object. Raises: FileNotFoundError."""
-        content: bytes = self._fs.cat_file(self._key(name))
+        content: bytes = self._fs.cat_file(self._key(name), **self._whole)
         return content
 
     def remove(self, names: Iterable[str]) -> None:
