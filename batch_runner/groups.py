@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from batch_runner.budgets import open_budget_share
 from batch_runner.settings import Settings
 from hermes_rl.aio import in_thread
-from hermes_rl.errors import HermesError
+from hermes_rl.errors import HermesError, Interrupted
 from hermes_rl.rl import (
     INTERRUPTED,
     SCORED_AT_ONCE,
@@ -86,21 +86,31 @@ class GroupResults:
 
 
 async def write_groups(
-    settings: Settings, driver: Driver, *, size: MembersOf | None, paid: bool
+    settings: Settings,
+    driver: Driver,
+    catch: Callable[[Callable[[], None], Callable[[], object]], AbstractContextManager[object]],
+    note: Callable[[str], None],
+    *,
+    size: MembersOf | None,
+    paid: bool,
 ) -> GroupResults:
     """Write a row for every final group without a row of its current state.
 
     Args:
+        catch: see `catch_signals`. After the first Ctrl-C no further group is scored, and the
+            second one cancels those that are; the next start scores them.
+        note: prints a line.
         size: see `due_groups`; None when no unit of the dataset is open.
         paid: calls may be made; otherwise groups that need calls wait for the next start.
 
     Raises: DiskFull; UserError of an environment that cannot be opened.
     """
     scored = _scores_groups(settings)
-    if scored and not paid:
-        return GroupResults()
     due = await in_thread(_due, driver, size)
     results = GroupResults(due=len(due))
+    if scored and not paid:
+        results.why = "the run was stopped"
+        return results
     if not scored or not due:
         for at in range(0, len(due), PER_BATCH):
             batch = due[at : at + PER_BATCH]
@@ -120,8 +130,17 @@ async def write_groups(
         ) as grader,
         open_derived_writer(run_dir, driver.epoch, every_s=every_s) as writer,
     ):
-        work = _GroupScorer(grader, writer, results)
-        await run_concurrently(grader.ready(due), work.score, SCORED_AT_ONCE)
+        work = _GroupScorer(grader, writer, results, note)
+        scoring = asyncio.create_task(
+            run_concurrently(grader.ready(due), work.score, SCORED_AT_ONCE)
+        )
+        with catch(work.end, scoring.cancel):
+            try:
+                await scoring
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if results.stop is None or (task is not None and task.cancelling()):
+                    raise
     return results
 
 
@@ -141,6 +160,7 @@ class _GroupScorer:
     grader: Grader
     writer: DerivedWriter
     results: GroupResults
+    note: Callable[[str], None]
 
     async def score(self, ready: ReadyGroup) -> bool:
         """Score a group and write its row. A group that could not be scored gets a row with the
@@ -156,7 +176,12 @@ class _GroupScorer:
             self.results.written += 1
         elif self.results.stop is None and (scoring.stop is not None or not self.results.why):
             self.results.why, self.results.stop = scoring.error, scoring.stop
-        return scoring.stop is None
+        return self.results.stop is None
+
+    def end(self) -> None:
+        """Score no further group."""
+        self.results.stop, self.results.why = Interrupted("interrupted"), "interrupted"
+        self.note("stopping: groups that are being scored end first (Ctrl-C again stops at once)")
 
 
 def _due(driver: Driver, size: MembersOf | None) -> list[Gathered]:

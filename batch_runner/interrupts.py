@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def catch_signals(
-    first: Callable[[], None], second: Callable[[], None], *, wanted: bool = True
+    first: Callable[[], None], second: Callable[[], object], *, wanted: bool = True
 ) -> Iterator[Interrupts]:
     """Catch signals; does nothing outside the main thread.
 
@@ -54,7 +54,7 @@ class Interrupts:
     """Counts caught signals; made by `catch_signals`."""
 
     def __init__(
-        self, first: Callable[[], None], second: Callable[[], None], signals: Iterable[int]
+        self, first: Callable[[], None], second: Callable[[], object], signals: Iterable[int]
     ) -> None:
         self._first = first
         self._second = second

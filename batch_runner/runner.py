@@ -267,6 +267,7 @@ class _Run:
         self.mirror: Mirror | None = None
         """Of a run on an object store."""
         self._unmerged = False  # whether merging failed, which is not tried again
+        self._unscored = 0  # groups
         self.known = len(driver.ledger)
         """Units of earlier starts."""
         before = driver.ledger.summary.counts
@@ -323,7 +324,7 @@ class _Run:
             await self._tend_at_end()
         return self.report(stats)
 
-    def _catch(self, *on: Callable[[], None]) -> AbstractContextManager[Interrupts]:
+    def _catch(self, *on: Callable[[], Any]) -> AbstractContextManager[Interrupts]:
         """Catch Ctrl-C, unless a consumer, or other runs beside this one, do that."""
         return catch_signals(*on, wanted=self.live is None and self.settings.joint is None)
 
@@ -517,20 +518,20 @@ class _Run:
 
         try:
             size, paid = None if self._ended else self.plan.members_of, self.source.stop is None
-            closed = await write_groups(self.settings, self.driver, size=size, paid=paid)
+            ways = self._catch, self.progress.note
+            closed = await write_groups(self.settings, self.driver, *ways, size=size, paid=paid)
         except DiskFull as error:
             self.report_fault("disk", str(error))
             return
         if closed.limits:  # they include the spending of the workers
             lanes = [*self.limits.get("rate_limits", ()), *closed.limits["rate_limits"]]
             self.limits = {**closed.limits, "rate_limits": lanes}
+        self._unscored = closed.unscored
         if closed.stop is not None:
             self.source.halt(Stop(cause_of(closed.stop), closed.why))
         elif closed.unscored:
-            self.progress.note(
-                f"{many(closed.unscored, 'group')} could not be scored ({closed.why}); "
-                "the next start tries them again"
-            )
+            left = f"{many(closed.unscored, 'group')} could not be scored ({closed.why})"
+            self.progress.note(f"{left}; the next start tries them again")
 
     async def _dispatch_all(self, start: StartWorker) -> None:
         settings = self.settings
@@ -667,7 +668,7 @@ class _Run:
         done, given_up = counts.done + tally.done, counts.given_up + tally.given_up
         stop, config = self.source.stop, self.settings.config
         still = counts.units - done - given_up if counts.complete else None
-        if stop is not None and stop.cause == "interrupted" and still == 0:
+        if stop is not None and stop.cause == "interrupted" and (still, self._unscored) == (0, 0):
             stop = None
         return Report(
             path=self.settings.place,

@@ -97,6 +97,27 @@ async def test_a_group_with_a_scoring_error_is_scored_at_the_next_start(
     assert [(g["error"], g["n_valid"]) for g in lab.groups().values()] == [(None, 4)] * 3
 
 
+async def test_ctrl_c_while_groups_are_scored_ends_with_a_report(lab: Lab) -> None:
+    flag = lab.path / "ready"
+    body = f"""
+    if not Path({str(flag)!r}).exists():
+        if task.id != "t0":
+            await asyncio.Event().wait()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.2)
+    return None
+"""
+    env = lab.write(
+        TASKS + REWARD + body, "import asyncio, os, signal\nfrom pathlib import Path"
+    ).path
+    report = await lab.run(env, dataset=ALL)
+    assert (report.stopped, report.done, len(lab.rows())) == ("interrupted", 12, 12)
+    flag.touch()
+    report = await lab.run(env, dataset=ALL)
+    assert (report.stopped, [g["n_valid"] for g in lab.groups().values()]) == (None, [4] * 3)
+
+
 @pytest.mark.parametrize(
     ("returned", "why"),
     [("[1.0]", "returned 1 rewards for 4 members"), ("1.0", "returned float; return a list")],
