@@ -22,8 +22,8 @@ from hermes_rl.evals.plots import (
     short,
     title,
 )
-from hermes_rl.evals.stats import share_interval
-from hermes_rl.evals.summaries import pass_interval, task_scores
+from hermes_rl.evals.stats import mean_interval, share_interval
+from hermes_rl.evals.summaries import Score, pass_interval, task_scores
 from hermes_rl.text import many
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ _MOST_BANDS = 3
 """Runs whose intervals a reader can distinguish in one plot."""
 _LINE = 0.05
 """Height of a name in the plot of costs, as a share."""
+_NAMES = {"solved": "Solved share", "reward": "Mean reward"}
 _GRADED = ("task_id", "task_hash", "reward", "turns")
 
 
-def plot_scores(*runs: Run) -> Plot:
-    """Plot the solved share of each run with its interval over tasks.
+def plot_scores(*runs: Run, score: Score = "solved") -> Plot:
+    """Plot the solved share, or the mean reward, of each run with its interval over tasks.
 
-    Frame: run, tasks, units, solved, low, high.
+    Frame: run, tasks, units, solved (or reward), low, high.
 
     Raises: UserError when nothing was graded, or matplotlib is not installed.
     """
@@ -50,23 +51,30 @@ def plot_scores(*runs: Run) -> Plot:
     rows = []
     for run in runs:
         scores = _scores(run)
-        solved = share_interval(scores["solved"].tolist(), units=int(scores["units"].sum()))
         rows.append({
             "run": run.path.name, "tasks": len(scores), "units": int(scores["units"].sum()),
-            "solved": solved.mean, "low": solved.low, "high": solved.high,
+            **_scored(scores, score),
         })  # fmt: skip
     frame = pd.DataFrame(rows)
     figure, (axes,) = make_canvas(len(frame))
     places = range(len(frame))
     axes.hlines(places, frame["low"], frame["high"], color=PALE, linewidth=5, zorder=2)
-    axes.plot(frame["solved"], places, "o", color=BLUE, zorder=3, clip_on=False)
+    axes.plot(frame[score], places, "o", color=BLUE, zorder=3, clip_on=False)
     name_rows(axes, [str(name) for name in frame["run"]])
-    axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("solved, with the 95 % interval over tasks")
+    if score == "solved":
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel(f"{_NAMES[score].lower()}, with the 95 % interval over tasks")
     least, most = int(frame["tasks"].min()), int(frame["tasks"].max())
-    title(axes, "Solved share", ("" if least == most else f"{least:,} to ") + many(most, "task"))
+    title(axes, _NAMES[score], ("" if least == most else f"{least:,} to ") + many(most, "task"))
     return Plot(figure, frame)
+
+
+def _scored(scores: pd.DataFrame, score: Score) -> dict[str, float]:
+    """The mean over tasks, under the name of the score, and its interval."""
+    values, units = scores[score].to_numpy(), int(scores["units"].sum())
+    found = share_interval(values, units=units) if score == "solved" else mean_interval(values)
+    return {score: found.mean, "low": found.low, "high": found.high}
 
 
 def plot_task_map(*runs: Run, limit: int = MAX_TASKS) -> Plot:
@@ -139,11 +147,12 @@ def plot_pass_at_k(*runs: Run) -> Plot:
     return Plot(figure, frame)
 
 
-def plot_cost(*runs: Run) -> Plot:
-    """Plot the solved share of each run against its cost per unit; tokens where prices are unknown.
+def plot_cost(*runs: Run, score: Score = "solved") -> Plot:
+    """Plot the solved share, or the mean reward, of each run against its cost per unit; tokens
+    where prices are unknown.
 
     The line joins the runs that no other run beats at the same or a lower cost.
-    Frame: run, units, solved, low, high, cost_usd, tokens (per unit), best.
+    Frame: run, units, solved (or reward), low, high, cost_usd, tokens (per unit), best.
 
     Raises: as `plot_scores`.
     """
@@ -152,40 +161,39 @@ def plot_cost(*runs: Run) -> Plot:
     rows = []
     for run in runs:
         scores, totals = _scores(run), run.runs.iloc[0]
-        solved, units = (
-            share_interval(scores["solved"].tolist(), units=int(scores["units"].sum())),
-            int(totals["done"]),
-        )
-        usd = None if totals["unpriced_calls"] else totals["cost_usd"]
+        units, usd = int(totals["done"]), totals["cost_usd"]
         tokens = (totals["input_tokens"] or 0) + (totals["output_tokens"] or 0)
+        known = usd is not None and not totals["unpriced_calls"]
         rows.append({
-            "run": run.path.name, "units": units, "solved": solved.mean, "low": solved.low,
-            "high": solved.high, "cost_usd": None if usd is None else usd / units,
-            "tokens": tokens / units,
+            "run": run.path.name, "units": units, **_scored(scores, score),
+            "cost_usd": usd / units if known else None, "tokens": tokens / units,
         })  # fmt: skip
     frame = pd.DataFrame(rows)
     priced = bool(frame["cost_usd"].notna().all() and frame["cost_usd"].any())
     column = "cost_usd" if priced else "tokens"
-    frame = frame.sort_values([column, "solved"], ascending=[True, False], ignore_index=True)
-    frame["best"] = frame["solved"] > frame["solved"].cummax().shift(fill_value=-1)
+    frame = frame.sort_values([column, score], ascending=[True, False], ignore_index=True)
+    frame["best"] = frame[score] > frame[score].cummax().shift(fill_value=-math.inf)
     figure, (axes,) = make_canvas(9)
-    spread = [frame["solved"] - frame["low"], frame["high"] - frame["solved"]]
-    axes.errorbar(frame[column], frame["solved"], yerr=spread, fmt="o", color=BLUE, ecolor=PALE)
+    spread = [frame[score] - frame["low"], frame["high"] - frame[score]]
+    axes.errorbar(frame[column], frame[score], yerr=spread, fmt="o", color=BLUE, ecolor=PALE)
     best = frame[frame["best"]]
-    axes.plot(best[column], best["solved"], "--", color=ORANGE, zorder=1)
-    lowest = -1.0
-    for name, x, y in frame.sort_values("solved")[["run", column, "solved"]].itertuples(
-        index=False
-    ):
-        lowest = max(lowest + _LINE, y)  # no name is written over another one
-        place = (7, 5 + 200 * (lowest - y))
+    axes.plot(best[column], best[score], "--", color=ORANGE, zorder=1)
+    if score == "solved":
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    bottom, top = axes.get_ylim()
+    lowest = -math.inf
+    for name, x, y in frame.sort_values(score)[["run", column, score]].itertuples(index=False):
+        height = (y - bottom) / (top - bottom)
+        lowest = max(lowest + _LINE, height)  # no name is written over another one
+        place = (7, 5 + 200 * (lowest - height))
         axes.annotate(short(name, 32), (x, y), place, textcoords="offset points", fontsize=8.5)
     axes.set_xlim(left=0)
     axes.margins(x=0.15)
-    axes.set_ylim(-0.02, 1.02)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylim(bottom, top)
     axes.set_xlabel("US dollars per unit" if priced else "tokens per unit (no known price)")
-    title(axes, "Solved share against cost", "dashed: not beaten at the same or a lower cost")
+    note = "dashed: not beaten at the same or a lower cost"
+    title(axes, f"{_NAMES[score]} against cost", note)
     return Plot(figure, frame)
 
 

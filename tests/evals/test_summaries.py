@@ -21,6 +21,7 @@ class Frames:
     trajectories: pd.DataFrame
     failures: pd.DataFrame
     unfinished: str | None = None
+    runs: pd.DataFrame | None = None
 
     def frame(self, table: str, columns: list[str]) -> pd.DataFrame:
         return getattr(self, table)[columns]
@@ -250,6 +251,15 @@ def test_partial_rewards_are_summarised_and_compared_by_their_mean() -> None:
     assert compare(a, far, score="reward").difference.high > 1_000
     axes = evals.plot_difference(pair).figure.axes[0]
     assert axes.get_title(loc="left") == "b less a: +0.35 (+0.331 to +0.369 over tasks)"
+    for one in (a, b, far):
+        one.runs = pd.DataFrame([{"done": 30, "cost_usd": 3.0, "unpriced_calls": 0,
+            "input_tokens": 1, "output_tokens": 1}])  # fmt: skip
+    for plot in (evals.plot_scores, evals.plot_cost):
+        figure, frame = plot(a, b, far, score="reward")
+        assert dict(zip(frame["run"], frame["reward"], strict=True))["far"] == 1_450
+        (axes,) = figure.axes
+        assert axes.get_title(loc="left").startswith("Mean reward")
+        assert max(*axes.get_xlim(), *axes.get_ylim()) > 1_450
     # 0.1 + 0.2 + 0.3 depends on the order of the terms: no difference.
     orders = ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1])
     same = [run(str(i), {f"t{n}": values for n in range(30)}) for i, values in enumerate(orders)]
